@@ -41,6 +41,7 @@ from .requests import make_requests
 NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
+KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
 
@@ -76,7 +77,8 @@ def custom_generate(
 
     Args:
         draft: a `DraftHead` (from `load_head`), a smaller causal LM with the same tokens, or the directory or hub id of
-            one of them; None: drafts are only copied from the text.
+            one of them, which each call loads; None: drafts are only copied from the text. On CUDA the model keeps
+            the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same one.
         acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
         reference: see `GenerateOptions`; it needs a text_tokenizer.
         streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
@@ -113,9 +115,11 @@ def custom_generate(
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         if isinstance(draft, (str, Path)):
-            draft = (load_target(draft, dtype=model.dtype, device=model.device)[0] if is_causal_lm(draft)
-                     else load_head(draft))
-        pair = EagleModel.from_parts(model, draft, text_tokenizer)
+            loaded = (load_target(draft, dtype=model.dtype, device=model.device)[0] if is_causal_lm(draft)
+                      else load_head(draft))
+            pair = EagleModel.from_parts(model, loaded, text_tokenizer)
+        else:
+            pair = pair_of(model, draft, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         processors = check_processors(logits_processor)
         own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,
@@ -131,6 +135,47 @@ def custom_generate(
     new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+class Kept:
+    """A pair with captured cycles as an attribute of its target, for later calls: it keeps drafter, graphs and caches
+    as long as the target. Copies of the target, pickled ones included, have None in its place.
+
+    Args:
+        parts: what the pair was made of.
+    """
+
+    def __init__(self, pair: EagleModel, parts: Sequence[object]) -> None:
+        self.pair, self.parts = pair, parts
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
+def pair_of(
+    model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> EagleModel:
+    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced weights
+    are `captured.cycle`'s to see, replaced modules and new hooks mean a new pair."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and kept.parts == parts_of(model, draft, tokenizer):
+        kept.pair.fit()
+    else:
+        kept, pair = None, EagleModel.from_parts(model, draft, tokenizer)
+        if pair.captured is None:
+            return pair
+        kept = Kept(pair, parts_of(model, draft, tokenizer))
+    vars(model)[KEPT] = kept
+    return kept.pair
+
+
+def parts_of(*parts: object) -> list[object]:
+    """The parts of a pair, with what its adapters have read of the causal LMs among them."""
+    models = [part for part in parts if isinstance(part, PreTrainedModel)]
+    modules = [module for model in models for module in model.modules()]
+    return [*parts, *((model.device, model.dtype) for model in models), *modules,
+            *(bool(module._forward_hooks or module._forward_pre_hooks) for module in modules)]
 
 
 def argument_of_generate(name: str) -> object:

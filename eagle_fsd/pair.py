@@ -109,7 +109,7 @@ class EagleModel:
         Args:
             draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
             fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
-            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the target.
+            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the causal LMs.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -124,12 +124,22 @@ class EagleModel:
         adapter = adapted(TargetModel, target, fused)
         if isinstance(draft, PreTrainedModel):
             draft = adapted(DraftModel, draft, fused)
-        if isinstance(draft, DraftModel):
-            draft.fit(adapter, tokenizer)
-        elif draft is not None:
-            fit_head(draft, adapter)
-        captures = cuda_graphs and adapter.output_device.type == "cuda" and CapturedCycles.support(adapter, draft)
-        return cls(adapter, draft, tokenizer, captured=CapturedCycles(adapter, draft) if captures else None)
+        pair = cls(adapter, draft, tokenizer)
+        pair.fit()
+        if cuda_graphs and adapter.output_device.type == "cuda" and CapturedCycles.support(adapter, draft):
+            pair.captured = CapturedCycles(adapter, draft)
+        return pair
+
+    def fit(self) -> None:
+        """Fit the drafter to the target, as `from_parts` does: another pair may have had it since.
+
+        Raises:
+            ValueError: see `from_parts`.
+        """
+        if isinstance(self.draft, DraftModel):
+            self.draft.fit(self.target, self.tokenizer)
+        elif self.draft is not None:
+            fit_head(self.draft, self.target)
 
     def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.

@@ -4,13 +4,13 @@
     python -m eval.forwards --nodes 1 8 16 --context 2000 --endpoints llama.cpp=http://127.0.0.1:8081/v1 --out runs/long
     python -m eval.forwards --shape llama-3.1-8b --device cuda --nodes 1 16 60 128 --rows 1 8 --out runs/llama-8b
 
-The models are a pair, or a target and a head of a published shape with random weights, created on the device without a
-download. All parts run in turn, each synchronised with the device, and the median counts. Cycles are timed with
-drafting and follow a context of random tokens, which makes acceptance rare; their trees have the depth and
-top_k of --tree. The floor of a forward pass is the larger of two: to read the layers' weights once, and to compute
-their multiply-adds. Both rates are measured in the same run, with products of a large weight in the same form, with one
-row and with many. For an endpoint (see eval/endpoints.py), a prompt of --context tokens is timed with 1 and with 33 new
-tokens, and the difference gives the time per token.
+The models are a pair, or a target and a head (or a causal LM that drafts) of published shapes with random weights,
+created on the device without a download. All parts run in turn, each synchronised with the device, and the median
+counts. Cycles are timed with drafting and follow a context of random tokens, which makes acceptance rare; their trees
+have the depth and top_k of --tree. The floor of a forward pass is the larger of two: to read the layers' weights once,
+and to compute their multiply-adds. Both rates are measured in the same run, with products of a large weight in the same
+form, with one row and with many. For an endpoint (see eval/endpoints.py), a prompt of --context tokens is timed with 1
+and with 33 new tokens, and the difference gives the time per token.
 
 N nodes, R rows, L context.
 """
@@ -30,7 +30,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel, TreeConfig
@@ -66,6 +66,9 @@ SHAPES = {
     "qwen2.5-7b": ("qwen2", {
         "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4}),
+    "qwen2.5-0.5b": ("qwen2", {
+        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2}),
     "tiny": ("llama", {
         "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2}),
@@ -79,6 +82,7 @@ class ForwardsArguments:
     Args:
         forms: forms of target and head: stock transformers modules, our fused decoder, or int8.
         shape: use random weights of this shape instead of a pair.
+        draft_shape: draft with a causal LM of this shape, which gets the target's vocabulary, instead of a head.
         nodes: numbers of nodes in a forward pass.
         rows: batch sizes.
         tree: depth and top_k of all draft trees.
@@ -96,6 +100,7 @@ class ForwardsArguments:
     pair: Loading = Loading()
     forms: tuple[Literal[tuple(FORMS)], ...] = ("fused",)
     shape: Literal[tuple(SHAPES)] | None = None
+    draft_shape: Literal[tuple(SHAPES)] | None = None
     nodes: tuple[int, ...] = (1, 4, 8, 16, 32, 60)
     rows: tuple[int, ...] = (1,)
     tree: Tree = TreeConfig(60, 5, 4)
@@ -107,17 +112,26 @@ class ForwardsArguments:
     draft_vocabularies: tuple[int, ...] = (0,)
 
 
-def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> EagleModel:
-    """A pair of a shape with random weights, created on the device."""
-    kind, sizes = SHAPES[name]
-    sizes = {**sizes, "max_position_embeddings": 131_072, "tie_word_embeddings": False, "bos_token_id": None,
-             "eos_token_id": None, "pad_token_id": None}
+def build_pair(
+    name: str, dtype: torch.dtype, device: torch.device, draft_name: str | None = None
+) -> EagleModel:
+    """A target of a shape, and a causal LM of a shape or else a head, with random weights, created on the device."""
+    common = {"max_position_embeddings": 131_072, "tie_word_embeddings": False, "bos_token_id": None,
+              "eos_token_id": None, "pad_token_id": None}
+
+    def model_of(name: str, **sizes: int) -> PreTrainedModel:
+        kind, own = SHAPES[name]
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | own | sizes), dtype=dtype)
+
     torch.manual_seed(0)
     with torch.device(device):
-        target = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=dtype)
-        head = DraftHead(LlamaConfig(**sizes | {"num_hidden_layers": 1}))
-    head.share_embeddings(None)
-    model = EagleModel.from_parts(target, head)
+        target = model_of(name)
+        if draft_name is not None:
+            draft = model_of(draft_name, vocab_size=target.config.vocab_size)
+        else:
+            draft = DraftHead(LlamaConfig(**common | SHAPES[name][1] | {"num_hidden_layers": 1}))
+            draft.share_embeddings(None)
+    model = EagleModel.from_parts(target, draft)
     if device.type == "cuda":
         model.prepack()  # as `load` does
     return model
@@ -328,13 +342,15 @@ def run(args: ForwardsArguments) -> None:
     endpoints = read_endpoints(args.endpoints)
     if endpoints and args.shape is not None:
         raise ValueError("--endpoints needs a pair: a --shape has no tokenizer")
+    if args.draft_shape is not None and (args.shape is None or any(args.draft_vocabularies)):
+        raise ValueError("--draft-shape needs a --shape of the target, and no --draft-vocabularies, which are of heads")
     if args.shape is None:
         models = {form: replace(args.pair, tree=None, **FORMS[form]).load() for form in args.forms}
     else:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16
-        models = {"random": build_pair(
-            args.shape, small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype), device)}
+        dtype = small if args.pair.dtype == "auto" else getattr(torch, args.pair.dtype)
+        models = {"random": build_pair(args.shape, dtype, device, args.draft_shape)}
     model = next(iter(models.values()))
     captured = []
     for row in captured_parts(model, args) if args.captured else ():
@@ -352,7 +368,8 @@ def run(args: ForwardsArguments) -> None:
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
     speeds = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
                        f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
-    about = (f"{args.shape or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
+    shapes = " with ".join(filter(None, (args.shape, args.draft_shape)))
+    about = (f"{shapes or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
              f"{args.context} tokens of context, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians "
              f"of {args.rounds} rounds. Rates of the floors, per second: {speeds}.")
     print(write_record(args.out, record, f"{about}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))

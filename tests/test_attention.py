@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, GPTJForCausalLM
 
 import eagle_fsd
 from eagle_fsd.captured.cycle import CapturedCycles
+from eagle_fsd.captured.programs import flash_works
 from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models import GROUPED, SPLIT
 from eagle_fsd.models import flash as flash_module
@@ -289,6 +290,18 @@ def test_captured_cycles_decode_with_it(install):
     pair.captured = CapturedCycles(pair.target, pair.draft)
     found = eagle_fsd.generate([PROMPT, PROMPT[:2]], pair, max_new_tokens=8, tree=eagle_fsd.TreeConfig(12, 4, 3))
     assert package.calls and all(len(output.token_ids) == 8 for output in found)
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"cache_seqlens": None}, {"cache_seqlens": torch.tensor([3], dtype=torch.int32)}, {"softmax_scale": 0.06},
+], ids=str)
+def test_captured_cycles_use_no_package_that_computes_something_else(install, monkeypatch, changed):
+    package = install(8, "flash_attn")["flash_attn"]
+    exact = package.flash_attn_with_kvcache
+    monkeypatch.setattr(
+        package, "flash_attn_with_kvcache", lambda *states, **options: exact(*states, **options | changed))
+    works = flash_works.__wrapped__(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+    assert works == (not changed) and package.calls
 
 
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):

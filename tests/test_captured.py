@@ -9,9 +9,9 @@ import pytest
 import torch
 from fake_cuda import CUDA, Graph, Operations, fake_cuda, move
 from test_engine import TREE as ENGINE_TREE
-from test_engine import alone, assert_as_alone, request
+from test_engine import assert_as_alone, request
 from test_oracle import ORACLE
-from tiny import NAMED, PROMPT, PROMPTS, random_head, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import NAMED, PROMPT, PROMPTS, random_head, small_model, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
@@ -27,16 +27,18 @@ from eagle_fsd.captured.cycle import CapturedCycles, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.options import GenerateOptions
 from eagle_fsd.requests import make_requests
 
-TREE = TreeConfig(12, 3, 3)
+TREE, CHAIN = TreeConfig(12, 3, 3), TreeConfig(16, 15, 1)
 RULES = {
     "exact": {}, "fsd": {"acceptance": "fsd", "threshold": 0.3}, "typical": {"acceptance": "typical", "threshold": 0.3},
     "relaxed": {"acceptance": "relaxed", "threshold": 2.0}, "lenience": {"acceptance": "lenience", "threshold": 1.0},
     "fsd_paper": {"acceptance": "fsd_paper", "threshold": 0.4},
     "js_top8": {"acceptance": "fsd", "threshold": 0.3, "divergence": "js_top8", "head_guard": None},
+    "ensemble": {"acceptance": "ensemble", "threshold": 0.4},
 }
 DRAWS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}}
 
@@ -53,9 +55,17 @@ def eagle3(named=None):
     return EagleModel.from_parts(tiny_target(num_hidden_layers=4), random_head(named, **options))
 
 
-PAIRS = {"EAGLE-2": tiny_pair, "reduced": limited, "EAGLE-3": eagle3, "EAGLE-3, reduced": lambda: eagle3(NAMED)}
+def causal_lm(family="llama", **options):
+    target = tiny_target()
+    return EagleModel.from_parts(target, small_model(target, family, **options))
 
-CASES = {"EAGLE-2": ["exact", "fsd"], "reduced": ["fsd"], "EAGLE-3": ["fsd"], "EAGLE-3, reduced": [*RULES]}
+
+PAIRS = {"EAGLE-2": tiny_pair, "reduced": limited, "EAGLE-3": eagle3, "EAGLE-3, reduced": lambda: eagle3(NAMED),
+         "causal LM": lambda: causal_lm(vocab_size=40, num_hidden_layers=1),
+         "causal LM, reduced": lambda: causal_lm("qwen3", vocab_size=30, num_hidden_layers=3)}
+
+CASES = {"EAGLE-2": ["exact", "fsd"], "reduced": ["fsd"], "EAGLE-3": ["fsd"], "EAGLE-3, reduced": [*RULES],
+         "causal LM": ["fsd", "exact", "ensemble"], "causal LM, reduced": ["ensemble", "exact", "fsd"]}
 
 
 @pytest.fixture(autouse=True)
@@ -110,13 +120,22 @@ def test_the_programs_compute_the_cycle(kind, rule, draw):
     assert all(pair.captured.taken) and len(pair.captured.taken) == len(outputs[0].stats.accepted_lengths)
 
 
-@pytest.mark.parametrize("options", [
+COPYING = {"text_drafts": "auto", "stop_token_ids": [9]} | RULES["fsd"]
+ROWS = [
     {}, RULES["fsd"], RULES["fsd"] | {"budget": 3.0}, RULES["relaxed"] | {"fuzzy_within": (5, 8)},
-    DRAWS["sampled"] | RULES["fsd"] | {"seed": [1, 2, 3, 4, 5]}, {"text_drafts": "auto"},
-    {"text_drafts": "auto", "stop_token_ids": [9]} | RULES["fsd"], {"temperature": 1.0, "seed": 1},
+    DRAWS["sampled"] | RULES["fsd"] | {"seed": [1, 2, 3, 4, 5]}, {"text_drafts": "auto"}, COPYING,
+    {"temperature": 1.0, "seed": 1},
+]
+
+
+@pytest.mark.parametrize("kind, options", [
+    *(("EAGLE-2", options) for options in ROWS),
+    *(("causal LM", options) for options in [
+        {"tree": CHAIN}, COPYING, {"tree": CHAIN} | DRAWS["sampled"] | RULES["ensemble"],
+        RULES["ensemble"] | {"budget": 3.0, "fuzzy_within": (5, 8)}]),
 ], ids=str)
-def test_rows_of_unequal_length_that_end_at_different_times(options):
-    pair = tiny_pair()
+def test_rows_of_unequal_length_that_end_at_different_times(kind, options):
+    pair = PAIRS[kind]()
     both(pair, PROMPTS, max_new_tokens=60, **options)
     assert all(pair.captured.taken)
 
@@ -142,9 +161,22 @@ def test_texts_up_to_the_last_position(limit):
     both(tiny_pair(max_position_embeddings=limit), PROMPTS, max_new_tokens=50)
 
 
-def test_a_chat_changes_between_both_paths():
+def test_a_small_model_without_positions_for_a_tree_goes_on_uncaptured():
+    pair = causal_lm(max_position_embeddings=40)
+    outputs = both(pair, PROMPTS, max_new_tokens=50)
+    assert any(pair.captured.taken) and not all(pair.captured.taken) and outputs[0].stats.undrafted > 0
+
+
+def test_what_the_fused_decoder_does_not_compute_is_not_captured():
+    pair = causal_lm("mistral-window")
+    both(pair, PROMPTS[:2])
+    assert not CapturedCycles.support(pair.target, pair.draft) and not any(pair.captured.taken)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-2", "causal LM"])
+def test_a_chat_changes_between_both_paths(kind):
     """A session grows its caches; processors of one turn cannot be captured; rows of one beginning are kept."""
-    pair, outputs = tiny_pair(), []
+    pair, outputs = PAIRS[kind](), []
     for _ in range(2):
         session, prompt = Session(), list(PROMPT)
         for penalty in (1.0, 1.0, 1.3, 1.0):
@@ -183,13 +215,17 @@ def test_flash_attn_that_fails_is_not_used(monkeypatch, caplog):
     assert "no kernel image" in caplog.text
 
 
-def test_requests_of_an_engine_that_join_and_leave():
-    pair = capturing(tiny_pair(tokenizer=tiny_tokenizer()))
-    with eagle_fsd.Engine(pair, max_rows=3, tree=ENGINE_TREE) as engine:
-        tickets = {number: engine.submit(request(number)[0], **request(number)[1])
-                   for number in [*range(0, 90, 15), *range(7, 97, 15), *range(15)]}  # first of equal options
+@pytest.mark.parametrize("kind", ["EAGLE-2", "causal LM"])
+def test_requests_of_an_engine_that_join_and_leave(kind):
+    pair = PAIRS[kind]()
+    pair.tokenizer = tiny_tokenizer()
+    numbers = [*range(0, 90, 15), *range(7, 97, 15), *range(15)]  # first of equal options
+    alone = {number: eagle_fsd.generate(request(number)[0], pair, tree=ENGINE_TREE, **request(number)[1])
+             for number in numbers}
+    with eagle_fsd.Engine(capturing(pair), max_rows=3, tree=ENGINE_TREE) as engine:
+        tickets = {number: engine.submit(request(number)[0], **request(number)[1]) for number in numbers}
         for number, ticket in tickets.items():
-            assert_as_alone(ticket.result(), alone(number))
+            assert_as_alone(ticket.result(), alone[number])
     assert len(pair.captured.taken) > sum(pair.captured.taken) > 5
 
 
@@ -245,7 +281,8 @@ def test_the_recorded_runs(setting):
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("kind, rule", [("EAGLE-2", "exact"), ("reduced", "fsd"), ("EAGLE-3", "relaxed"),
-                                        ("EAGLE-3, reduced", "js_top8")])
+                                        ("EAGLE-3, reduced", "js_top8"), ("causal LM", "fsd"),
+                                        ("causal LM, reduced", "ensemble")])
 def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch):
     """Nothing that the host knows in the first call of a program may be part of it."""
     replayed = []
@@ -264,7 +301,7 @@ def test_programs_replayed_operation_by_operation(kind, rule, draw, monkeypatch)
     assert len(replayed) > 10
 
 
-def test_a_pool_of_programs(monkeypatch, caplog):
+def test_a_pool_of_programs(monkeypatch, caplog, capsys):
     """With graphs that do nothing: what is captured when, what a graph keeps, and what happens if a capture fails."""
     made = []
 
@@ -287,6 +324,8 @@ def test_a_pool_of_programs(monkeypatch, caplog):
     for name, stub in {"CUDAGraph": Recorder, "graph": capturing_on, "graph_pool_handle": lambda: (0, 1),
                        "Stream": lambda device: None}.items():
         monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("eagle_fsd.captured.capture.SOON", 0.0)
     pool, calls, weight, out = Pool(torch.device("cuda"), most=2), [], torch.ones(3), torch.zeros(3)
 
     def function(name):
@@ -298,6 +337,8 @@ def test_a_pool_of_programs(monkeypatch, caplog):
     for name in "aabab":
         pool.run(name, function(name))
     assert calls == ["a", "a", "b", "b"] and [graph.replays for graph in made] == [2, 1]
+    shown = capsys.readouterr().err
+    assert shown.count("capturing cycles: 0 graph") == 2 and pool.bar is None and shown.endswith("\r")
     assert {id(each) for each in pool.programs["a"].inputs} == {id(weight), id(out)}
     pool.run("c", function("c"))
     assert list(pool.programs) == ["b", "c"]
@@ -312,7 +353,8 @@ def test_a_pool_of_programs(monkeypatch, caplog):
 
 
 def on_cuda(pair, **options):
-    return EagleModel.from_parts(pair.target.model.cuda(), pair.draft, **options)
+    draft = pair.draft.model.cuda() if isinstance(pair.draft, DraftModel) else pair.draft
+    return EagleModel.from_parts(pair.target.model.cuda(), draft, **options)
 
 
 @pytest.mark.cuda
@@ -354,25 +396,30 @@ def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
 # On a device without data ---------------------------------------------------------------------------------------
 
 
-SMALL = TreeConfig(5, 2, 2)
+SMALL, SMALL_CHAIN = TreeConfig(5, 2, 2), TreeConfig(4, 3, 1)
 
 
 def programs_of(pair, rows, draw, rule):
     """The three programs, from a pair and buffers on CUDA."""
-    target, head = pair.target, pair.draft
-    for module in (target.model, head, *([head.output_rows.layer] if head.output_rows else [])):
+    target, drafter = pair.target, pair.draft
+    if isinstance(drafter, DraftModel):
+        tree, modules, layers = SMALL_CHAIN, [drafter.model], drafter.fused.layers
+    else:
+        rows_of_output = [] if drafter.output_rows is None else [drafter.output_rows.layer]
+        tree, modules, layers = SMALL, [drafter, *rows_of_output], drafter.fused[:1]
+    for module in (target.model, *modules):
         move(module)
-    storages = [torch.zeros(count, 2, rows, layer.key_heads, 32, layer.size, device=CUDA)
-                for count, layer in ((len(target.fused.layers), target.fused.layers[0]), (1, head.fused[0]))]
-    buffers = Buffers(target, head, storages, SMALL, True)
+    storages = [torch.zeros(len(each), 2, rows, each[0].key_heads, 32, each[0].size, device=CUDA)
+                for each in (target.fused.layers, layers)]
+    buffers = Buffers(target, drafter, storages, tree, True)
     options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
-    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(SMALL)).next())
-    if head.draft_tokens is not None:
+    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(tree)).next())
+    if drafter.draft_tokens is not None:
         _other_tokens(buffers.draft_tokens, target.vocab_size)
     processors, walk = requests[0].params.processors, replace(settings.walk, mixed=True, budgeted=True, marked=True,
                                                          joined=True)
-    return (partial(draft, buffers, target, head, settings.draft, processors, 32, buffers.path),
+    return (partial(draft, buffers, target, drafter, settings.draft, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),
             partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))

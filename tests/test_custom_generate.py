@@ -1,19 +1,26 @@
 """Decoding inside the target's own `generate`."""
 
+import copy
 import functools
+import gc
+import pickle
 import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_generate import TREE, Recorder
-from tiny import PROMPT, PROMPTS, VOCAB, readable, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import PROMPT, PROMPTS, VOCAB, readable, small_model, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
-from eagle_fsd import TreeConfig, custom_generate
+from eagle_fsd import TreeConfig, custom_generate, hf
+from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.models.cache import cache_name
+from eagle_fsd.pair import EagleModel
 
 IDS = torch.tensor([PROMPT])
 
@@ -233,6 +240,45 @@ def test_bad_input_is_refused_before_any_forward(pair, ours, monkeypatch, option
         ours(**options)
     expected = eagle_fsd.generate(PROMPT, tiny_pair(), max_new_tokens=24, tree=TREE)
     assert ours()[0, len(PROMPT) :].tolist() == expected.token_ids
+
+
+def test_captured_cycles_serve_later_calls(monkeypatch):
+    """With the same drafter; weights and modules may have been replaced since."""
+    made = []
+
+    def from_parts(*parts):
+        pair = EagleModel.from_parts(*parts)
+        pair.captured = CapturedCycles(pair.target, pair.draft)  # as on CUDA
+        made.append(weakref.ref(pair))
+        return pair
+
+    monkeypatch.setattr(hf, "EagleModel", SimpleNamespace(from_parts=from_parts))
+    def call(target, draft):
+        options = {"max_new_tokens": 12, "do_sample": False}
+        found = target.generate(IDS, custom_generate=custom_generate, draft=draft, tree=TREE, text_drafts="off",
+                                threshold=0.0, **options)
+        assert torch.equal(found, target.generate(IDS, **options))
+        (home,) = made[-1]().captured._homes
+        return set(home.pool.programs.values())
+
+    target = tiny_target()
+    drafts = [tiny_head(target), small_model(target)]
+    for number, draft in enumerate(drafts, 1):
+        programs = call(target, draft)
+        assert programs == call(target, draft) and len(made) == number
+    with torch.no_grad():
+        target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
+    assert not programs & call(target, draft) and len(made) == 2
+    for copied in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert vars(copied)[hf.KEPT] is None
+    target.lm_head = torch.nn.Linear(16, VOCAB, bias=False)
+    call(target, draft)
+    del programs
+    gc.collect()
+    assert [pair() is None for pair in made] == [True, True, False]
+    del target
+    gc.collect()
+    assert made[-1]() is None
 
 
 def test_calls_from_elsewhere_are_refused(target):

@@ -324,6 +324,20 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys, monkeypatch):
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2
 
 
+def test_forwards_of_a_causal_lm_that_drafts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(forwards, "LARGE", (64, 256))
+    options = ["--shape", "tiny", "--draft-shape", "tiny", "--device", "cpu", "--nodes", "1", "4", "--tree", "4,3,1",
+               "--rounds", "2", "--context", "16", "--settings", "exact", "--captured", "--out",
+               str(tmp_path / "chain")]
+    assert forwards.main(options) == 0
+    record = json.loads((tmp_path / "chain.json").read_text())
+    parts = {row["part"] for row in record["rows"]}
+    assert {"random cycle, exact",
+            *(f"captured {part}, exact" for part in ("draft", "verify", "walk", "cycle"))} <= parts
+    assert "tiny with tiny" in capsys.readouterr().out
+    assert forwards.main([*options, "--draft-vocabularies", "64"]) == 2
+
+
 def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
     """Here both forms are the same pair, so that nothing may differ."""
     pair = tiny_chat_pair()

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..drafting.config import TreeConfig
 from ..drafting.copies import MOST_NODES
+from ..drafting.drafter import Drafter
 from ..drafting.tree import DraftTree
-from ..heads.eagle import DraftHead
 from ..models.target import TargetModel
 
 COLUMNS = 9  # of a table: `walk.emitted`'s five integers and four numbers, all as float64
@@ -35,7 +35,7 @@ class Buffers:
     """
 
     def __init__(
-        self, target: TargetModel, drafter: DraftHead | None, storages: Sequence[Tensor], tree: TreeConfig | None,
+        self, target: TargetModel, drafter: Drafter | None, storages: Sequence[Tensor], tree: TreeConfig | None,
         copying: bool,
     ) -> None:
         storage = self.storage = storages[0]
@@ -47,6 +47,9 @@ class Buffers:
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not make it anew
+        self.reads_features = drafter is not None and drafter.reads_features
+        # Positions by which the drafter's cache is longer than the target's after a draft: it has the root, too.
+        self.lead = int(drafter is not None and not drafter.reads_features)
         integers = self._new(torch.long)
         # Each row's text.
         self.lengths, self.draft_lengths = integers(), integers()  # positions in the target's and the drafter's cache

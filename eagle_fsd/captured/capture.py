@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..data.progress import Progress
+
 log = logging.getLogger(__name__)
 _capturing = threading.Lock()
+SOON = 2.0  # seconds without a progress bar: usually all is captured by then, and a user may be reading an answer
 MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
 
 
@@ -96,6 +99,7 @@ class Pool:
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.failed: Exception | None = None  # of a capture: there are no others
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of captures
+        self.bar: Progress | None = None  # while one program after the other is captured
 
     def handle(self) -> tuple[int, int]:
         """Of the memory pool: that of a graph that exists, since the memory of a pool without graphs may be freed."""
@@ -105,12 +109,24 @@ class Pool:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run the program of this key, made of the function if there is none."""
         program = self.programs.get(key)
+        captures = program is None and self.device.type == "cuda" and self.failed is None
         if program is None:
             while len(self.programs) >= self.most:
                 self.programs.popitem(last=False)
             program = self.programs[key] = Program(function, self.device, self)
+        self._show(captures)
         self.programs.move_to_end(key)
         program()
+        if self.bar is not None:
+            self.bar.update()
+
+    def _show(self, captures: bool) -> None:
+        """Open the bar before a capture, unless it is open, and close it before anything else."""
+        if captures and self.bar is None:
+            self.bar = Progress(desc="capturing cycles", unit=" graph", leave=False, delay=SOON)
+        elif not captures and self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
     def clear(self) -> None:
         """Drop all programs: a weight was replaced."""

@@ -32,6 +32,7 @@ from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.join import join_drafts
+from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
@@ -51,7 +52,7 @@ class Walked(NamedTuple):
 
     steps: list[Step]
     origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
-    features: Tensor | None  # [A + 1, F] of the path, valid until the next captured cycle; None: there is no drafter
+    features: Tensor | None  # [A + 1, F] of the path, valid until the next captured cycle; None: no drafter reads them
     levels: int  # drafted
 
 
@@ -124,7 +125,7 @@ class CapturedCycles:
     Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
     """
 
-    def __init__(self, target: TargetModel, drafter: DraftHead | None) -> None:
+    def __init__(self, target: TargetModel, drafter: DraftHead | DraftModel | None) -> None:
         self.target, self.drafter = target, drafter
         self._homes: list[Home] = []  # the most recently used last
         self._lock = threading.Lock()
@@ -135,10 +136,12 @@ class CapturedCycles:
         return next((home.pool.failed for home in self._homes if home.pool.failed is not None), None)
 
     @staticmethod
-    def support(target: TargetModel, drafter: object) -> bool:
-        """Whether forwards of both models can be captured."""
-        fused = drafter is None or isinstance(drafter, DraftHead) and drafter.fused is not None
-        return target.fused is not None and fused and target.device == target.output_device
+    def support(target: TargetModel, drafter: DraftHead | DraftModel | None) -> bool:
+        """Whether forwards of both models can be captured: computed fused, on one device."""
+        devices = {target.device, target.output_device}
+        if isinstance(drafter, DraftModel):  # a head is on the target's device
+            devices |= {drafter.device, drafter.output_device}
+        return len(devices) == 1 and target.fused is not None and (drafter is None or drafter.fused is not None)
 
     # Caches -------------------------------------------------------------------------------------------------------
 
@@ -210,10 +213,13 @@ class CapturedCycles:
         copies: Sequence[Copies | None],
     ) -> list[Walked] | None:
         settings = settings_of(requests, rules, plan)
-        replaced = any("forward" in vars(model) for model in (self.target, self.drafter) if model is not None)
-        if settings is None or replaced or self.target.fused is None:
+        models = [model for model in (self.target, self.drafter) if model is not None]
+        if settings is None or any(model.fused is None or "forward" in vars(model) for model in models):
             return None
         if (settings.tree is None) != (forwards.drafter is None) or settings.tree is None and any(copies):
+            return None
+        if settings.tree is not None and not all(
+                forwards.has_positions(request, settings.tree.depth) for request in requests):
             return None
         home, lengths = self._home(forwards), forwards.cache.lengths
         read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
@@ -222,7 +228,7 @@ class CapturedCycles:
             home.check_weights()
         buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(buffers, requests, lengths, read, settings.weights):
+        if bucket is None or not self._load(buffers, requests, forwards, settings.weights):
             return None
         if settings.tree is None:
             return self._plain(home, buffers, settings, requests, forwards)
@@ -240,7 +246,7 @@ class CapturedCycles:
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
         download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
         buffers.fed, buffers.ahead = steps, None
-        self._draft(home, buffers, settings, requests, lengths)
+        self._draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
         table, *joined_origins = download.wait()  # the only wait
         origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
         if joined:
@@ -287,9 +293,11 @@ class CapturedCycles:
         return steps
 
     def _load(
-        self, buffers: Buffers, requests: Sequence[Request], lengths: list[int], read: list[int], weights: list[float]
+        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, weights: list[float]
     ) -> bool:
         """Copy the rows into the buffers, if they are not there. False: a row has too many unread tokens."""
+        lengths, *others = (cache.lengths for cache in forwards.caches)
+        read = others[0] if others else []
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
             buffers.known_weights, buffers.ahead = weights, None
@@ -297,7 +305,7 @@ class CapturedCycles:
             return True
         if buffers.config is None:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
-        elif not self._load_unread(buffers, requests, read):
+        elif not self._load_unread(buffers, requests, forwards):
             return False
         marks = [request.params.within or (-1, -1) for request in requests]
         for buffer, values in (
@@ -311,21 +319,22 @@ class CapturedCycles:
         buffers.ahead = None
         return True
 
-    def _load_unread(self, buffers: Buffers, requests: Sequence[Request], read: Sequence[int]) -> bool:
+    def _load_unread(self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards) -> bool:
         """Copy what the drafter has not processed. False: a row has too many such tokens."""
-        unread = [request.tokens[number + 1 :] for request, number in zip(requests, read, strict=True)]
+        unread = [forwards.unread(number, request) for number, request in enumerate(requests)]
         fed = buffers.steps(max(map(len, unread)))
         if fed is None:
             return False
-        features = [request.features for request in requests]
-        if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
-            return False
-        features = [each.clone() for each in features]  # possibly views of these buffers
-        buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, where a mask cannot hide it
-        for row, each in enumerate(features):
-            buffers.fed_features[row, : len(each)].copy_(each)
+        if buffers.reads_features:
+            features = [request.features for request in requests]
+            if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
+                return False
+            features = [each.clone() for each in features]  # possibly views of these buffers
+            buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, and no mask would hide it
+            for row, each in enumerate(features):
+                buffers.fed_features[row, : len(each)].copy_(each)
         most = buffers.fed_tokens.shape[1]
-        buffers.upload(buffers.draft_lengths, read)
+        buffers.upload(buffers.draft_lengths, forwards.draft_cache.lengths)
         buffers.upload(buffers.counts, list(map(len, unread)))
         buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
         buffers.fed = fed
@@ -353,10 +362,11 @@ class CapturedCycles:
         walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
         forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
+        drafted = [length + buffers.lead for length in lengths] if read else []
         if forwards.draft_cache is not None:
-            forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, lengths, strict=True)])
-        buffers.known = ends, lengths if read else []
-        return [Walked(steps, origins[row], buffers.fed_features[row, : len(steps)] if read else None,
+            forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, drafted, strict=True)])
+        buffers.known = ends, drafted
+        return [Walked(steps, origins[row], buffers.fed_features[row, : len(steps)] if buffers.reads_features else None,
                        buffers.config.depth if read else 0)
                 for row, steps in enumerate(walks)]
 
@@ -368,7 +378,7 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return None
     if not share_processors(requests) or not all(type(each) in WARPERS for each in first.processors):
         return None
-    if any(type(rule) not in RULES.values() or rule.mixes_draft or each.greedy != first.greedy
+    if any(type(rule) not in RULES.values() or each.greedy != first.greedy
            for rule, each in zip(rules, params, strict=True)):
         return None
     own = {EXACT if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}
@@ -392,9 +402,10 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
 
 def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
     """The storage of the target's and of the drafter's cache."""
-    models = [(forwards.target, forwards.target.fused.layers[0])]
-    if forwards.drafter is not None:
-        models.append((forwards.drafter, forwards.drafter.fused[0]))
+    target, drafter = forwards.target, forwards.drafter
+    models = [(target, target.fused.layers[0])]
+    if drafter is not None:
+        models.append((drafter, drafter.fused[0] if isinstance(drafter, DraftHead) else drafter.fused.layers[0]))
     return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
             for cache, (model, layer) in zip(forwards.caches, models, strict=True)]
 
@@ -404,10 +415,12 @@ def capacity_of(room: int) -> int:
     return max(BUCKET, 1 << (room - 1).bit_length()) if room <= LARGE else -(-room // LARGE) * LARGE
 
 
-def weights_key(target: TargetModel, drafter: DraftHead | None) -> tuple:
+def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
     """Changes with the weights of both models."""
     tensors = [*target.model.parameters()]
-    if drafter is not None:
+    if isinstance(drafter, DraftModel):
+        tensors += drafter.model.parameters()
+    elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
     return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))

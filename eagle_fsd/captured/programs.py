@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,10 +22,10 @@ from transformers import LogitsProcessorList
 from ..acceptance import Rule
 from ..acceptance.walk import Permission, Within, descend, emitted
 from ..drafting.coupling import Coupling
+from ..drafting.drafter import Drafter
 from ..drafting.growth import grow, rerank
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
-from ..heads.eagle import DraftHead
 from ..models.attention import tree_attention
 from ..models.cache import BucketCache
 from ..models.flash import flash_for
@@ -35,6 +36,7 @@ from .buffers import Buffers, first_nodes, store_tree
 from .join import join
 
 log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class DraftSettings:
@@ -92,7 +94,7 @@ class LevelSlots:
 
 
 def draft(
-    buffers: Buffers, target: TargetModel, drafter: DraftHead, settings: DraftSettings, warpers: LogitsProcessorList,
+    buffers: Buffers, target: TargetModel, drafter: Drafter, settings: DraftSettings, warpers: LogitsProcessorList,
     bucket: int, unread: int,
 ) -> None:
     """The drafter reads the accepted tokens, of which there are at most `unread`, and grows and ranks the trees."""
@@ -100,14 +102,16 @@ def draft(
     cache = BucketCache(buffers.draft_storage, read, bucket)
     positions = read[:, None] + torch.arange(unread, device=read.device)  # [R, T]
     visible = torch.arange(bucket, device=read.device) <= positions[..., None]  # [R, T, M]
-    states = drafter.predict(drafter.read(buffers.fed_features[:, :unread]), tokens, positions, visible, cache)
+    features = drafter.read(buffers.fed_features[:, :unread]) if buffers.reads_features else None
+    states = drafter.predict(features, tokens, positions, visible, cache)
     last = buffers.counts[:, None] - 1
     root, state = tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
     cache.start = base = read + buffers.counts
     coupling = None
     if settings.coupled:
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
-        coupling = Coupling(buffers.seeds, base, buffers.temperatures, buffers.weights, [warpers] * len(base), named)
+        coupling = Coupling(
+            buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * len(base), named)
     config = buffers.config
     scored, depth, logits = grow(
         drafter, target, state, root, LevelSlots(base, config.top_k, bucket), cache, config, coupling)
@@ -131,10 +135,13 @@ def join_copies(buffers: Buffers, size: int, steps: int) -> None:
 @functools.cache
 def flash_works(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether flash-attn is installed and computes the attention of a tree of two nodes after four tokens."""
-    sample = torch.linspace(-1, 1, 2 * heads * size, dtype=dtype, device=device).view(1, 2, heads, size)
+    def waves(*shape: int) -> Tensor:  # neighbours differ, so that a wrong key or weight shows
+        return torch.arange(math.prod(shape), device=device).float().sin().to(dtype).view(shape)
+
+    sample = waves(1, 2, heads, size)
     if flash_for(sample, sample) is None:
         return False
-    keys = torch.linspace(1, -1, key_heads * 8 * size, dtype=dtype, device=device).view(1, key_heads, 8, size)
+    keys = waves(1, key_heads, 8, size)
     ancestors = torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
     visible = torch.cat([ancestors.new_ones(1, 2, 4), ancestors, ancestors.new_zeros(1, 2, 2)], -1)
     masked = attention_over(additive(visible, dtype), False, heads // key_heads)(sample, keys, keys, size**-0.5)
@@ -155,20 +162,14 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
     fused, tree = target.fused, first_nodes(buffers.tree, nodes, 0, joined=False)
     first, like = fused.layers[0], fused.decoder.embed_tokens.weight
     lengths = buffers.lengths[:, None]
-    positions = tree.depths + lengths
-    if target.max_positions is not None:
-        positions = positions.clamp_max(target.max_positions - 1)  # see `TargetModel.verify`
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
     if flash_works(first.heads, first.key_heads, first.size, like.dtype, like.device):
         attend = tree_attention(buffers.lengths, tree.ancestors, like.dtype)
     else:
         after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
         visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
-        attend = attention_over(additive(visible, like.dtype), False, first.heads // first.key_heads)
-    rotation = fused.rotary(positions, 0, nodes, cache.capacity, like)
-    new_states, cached = cache.append(nodes, first.key_heads, first.size, like)
-    features = fused.compute(tree.tokens, rotation, attend, new_states, cached, target.layers)
-    buffers.features[:, :nodes].copy_(features)
+        attend = fused.attention(visible)
+    buffers.features[:, :nodes].copy_(target.compute(tree.tokens, tree.depths + lengths, attend, cache))
 
 
 @dataclass
@@ -221,8 +222,9 @@ def walk_and_keep(
         buffers.tree.tokens.copy_(token)  # the next root
     else:
         buffers.fed_tokens[:, :steps].copy_(token)
-        buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
-        buffers.draft_lengths.copy_(lengths)
+        buffers.draft_lengths.copy_(lengths + buffers.lead)
         buffers.counts.copy_(count)
+    if buffers.reads_features:
+        buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
     lengths.add_(count)
     buffers.table(steps).copy_(torch.cat([integers.double(), numbers], -1))

@@ -20,13 +20,14 @@ class Progress(tqdm):
         done: number of items that were done before.
         quiet: show nothing, as on all but one of several processes.
         leave: keep the finished bar on the terminal.
+        delay: seconds before it appears on a terminal.
     """
 
     def __init__(
         self, work: Iterable | None = None, *, desc: str, unit: str, total: int | None = None, done: int = 0,
-        quiet: bool = False, leave: bool = True,
+        quiet: bool = False, leave: bool = True, delay: float = 0.0,
     ) -> None:
-        lines = {} if sys.stderr.isatty() else {
+        lines = {"delay": delay} if sys.stderr.isatty() else {
             "mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS,
             "bar_format": "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}\n"}
         super().__init__(work, desc=desc, unit=unit, total=total, initial=done, disable=quiet, leave=leave,

@@ -58,15 +58,15 @@ class Forwards:
             features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
         return features[0]
 
-    def _unread(self, number: int, request: Request, end: int | None = None) -> Sequence[int]:
+    def unread(self, number: int, request: Request, end: int | None = None) -> Sequence[int]:
         """The T tokens that the drafter has not processed; if it reads features, the tokens that follow these."""
         return request.tokens[self.draft_cache.lengths[number] + self.drafter.reads_features : end]
 
     def prefill_draft(self, number: int, request: Request) -> None:
         """The drafter processes the part of a prompt that the target has processed, except the last feature: the token
         after it comes with the next part of the prompt, or with the first cycle as the root."""
-        reads = self.drafter is not None and self._has_positions(request)
-        tokens = self._unread(number, request, self.lengths[number]) if reads else []
+        reads = self.drafter is not None and self.has_positions(request)
+        tokens = self.unread(number, request, self.lengths[number]) if reads else []
         if tokens:
             features = [request.features[:-1]] if self.drafter.reads_features else None
             with self.draft_cache.one_row(number):
@@ -90,13 +90,13 @@ class Forwards:
         self, requests: Sequence[Request], plan: Plan, nodes: int, coupling: Coupling | None
     ) -> tuple[DraftTree, list[Tensor]]:
         depth = plan.tree.depth if plan.uses_drafter else 0
-        ended = [number for number, request in enumerate(requests) if depth and not self._has_positions(request, depth)]
+        ended = [number for number, request in enumerate(requests) if depth and not self.has_positions(request, depth)]
         if not depth or len(ended) == len(requests):
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
         features = [request.features for request in requests] if self.drafter.reads_features else None
         read = self.draft_cache.lengths
-        tokens = [torch.tensor(request.tokens[-1:] if number in ended else self._unread(number, request),
+        tokens = [torch.tensor(request.tokens[-1:] if number in ended else self.unread(number, request),
                                device=self.device) for number, request in enumerate(requests)]
         tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
@@ -108,7 +108,7 @@ class Forwards:
             tree = tree.without_drafts(ended)
         return tree, logits
 
-    def _has_positions(self, request: Request, depth: int = 1) -> bool:
+    def has_positions(self, request: Request, depth: int = 1) -> bool:
         """Whether the drafter has positions for the text and a tree of this depth."""
         limit = self.drafter.max_positions
         if limit is None or len(request.tokens) + depth - 1 <= limit:
@@ -122,7 +122,7 @@ class Forwards:
         Processed together, every row would take as many cache positions as the one furthest behind, and exceed the
         capacity.
         """
-        unread = [len(self._unread(number, request)) if self._has_positions(request, config.depth) else 1
+        unread = [len(self.unread(number, request)) if self.has_positions(request, config.depth) else 1
                   for number, request in enumerate(requests)]
         path = min(config.depth, config.nodes - 1)
         if max(unread) - min(unread) > path:

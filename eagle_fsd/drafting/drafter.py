@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..models.cache import TreeCache
+from ..models.cache import BucketCache, TreeCache
 
 
 class Drafter(Protocol):
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N], in the drafter's own sequence
         visible: Tensor | None,  # [B, N, keys] bool; the last N keys are these tokens'. None: causal
-        cache: TreeCache,  # the tokens' keys and values are appended to it
+        cache: TreeCache | BucketCache,  # the tokens' keys and values are appended to it; the latter in captured cycles
     ) -> Tensor:  # [B, N, D]
         """States of the tokens of a text, or of one level of a draft tree, whose other branches `visible` hides.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..models.cache import TreeCache
+from ..models.cache import BucketCache, TreeCache
 from ..models.masks import visible_keys
 from ..models.target import TargetModel, prefill_part
 from .config import TreeConfig
@@ -137,7 +137,7 @@ def grow(
     predicted: Tensor,  # [B, 1, D], state at the root
     root: Tensor,  # [B] long
     keys: LevelKeys,
-    cache: TreeCache,  # each expanded level is appended
+    cache: TreeCache | BucketCache,  # each expanded level is appended
     config: TreeConfig,
     coupling: Coupling | None,
     plan: Plan | None = None,  # see `draft_tree`

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..models.cache import TreeCache
+from ..models.cache import BucketCache, TreeCache
 from ..models.target import TargetModel
 from ..text import token_difference
 
@@ -62,10 +62,12 @@ class DraftModel(TargetModel):
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N]
         visible: Tensor | None,  # [B, N, keys] bool
-        cache: TreeCache,
+        cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, N, D]
         """Last hidden states, on the device of the tokens."""
         place, known = self.device, tokens.clamp_max(self.vocab_size - 1)  # the target may have more rows, of padding
+        if isinstance(cache, BucketCache):
+            return self.compute(known, positions, self.fused.attention(visible), cache)
         seen = None if visible is None else visible.to(place)
         return self.verify(known.to(place), positions.to(place), seen, cache).to(tokens.device)
 

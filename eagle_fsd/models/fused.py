@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .cache import TreeCache
+from .cache import BucketCache, TreeCache
 from .linear import Joined
 from .masks import additive, visible_keys
 
@@ -233,20 +233,29 @@ class FusedDecoder:
         if needed:
             mask = additive(visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible), like.dtype)
         attend = attention_over(mask, causal, first.heads // first.key_heads)
-        rotation = self.rotary(positions, start, count, cache.capacity, like)
-        new_states, cached = cache.append(count, first.key_heads, first.size, like)
-        return self.compute(tokens, rotation, attend, new_states, cached, feature_layers)
+        return self.compute(tokens, positions, start, attend, cache, feature_layers)
+
+    def attention(
+        self,
+        visible: Tensor,  # [B, N, M] bool
+    ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+        """`attention_over` the visible ones of all keys."""
+        mask = additive(visible, self.decoder.embed_tokens.weight.dtype)
+        return attention_over(mask, False, self.layers[0].heads // self.layers[0].key_heads)
 
     def compute(
         self,
         tokens: Tensor,  # [B, N]
-        rotation: tuple[Tensor, Tensor],  # see `Rotary`
+        positions: Tensor | None,  # [B, N]; None: from `start` on
+        start: int,
         attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
-        new_states: Sequence[Tensor],  # per layer, see `FusedLayer`
-        cached: Sequence[tuple[Tensor, Tensor]],  # keys and values per layer
+        cache: TreeCache | BucketCache,  # the keys and values of the tokens are appended
         feature_layers: Sequence[int],
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
         """The forward, without synchronising with the device."""
+        first, count, like = self.layers[0], tokens.shape[1], self.decoder.embed_tokens.weight
+        rotation = self.rotary(positions, start, count, cache.capacity, like)
+        new_states, cached = cache.append(count, first.key_heads, first.size, like)
         embedded = self.decoder.embed_tokens(tokens)
         dtype = embedded.dtype
         hidden = embedded.to(torch.promote_types(dtype, torch.float32), copy=True)

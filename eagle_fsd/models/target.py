@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..locks import Lock
 from .attention import turn_off_cudnn
-from .cache import TreeCache, cache_name
+from .cache import BucketCache, TreeCache, cache_name
 from .check import TreeCheck, check_config
 from .digest import weights_digest
 from .fused import FusedDecoder, Unsupported
@@ -287,6 +287,18 @@ class TargetModel:
         features = self.forward(tokens, positions, ancestors, cache)
         cache.position_offset = 0
         return features
+
+    def compute(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor,  # [B, N]
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `fused.attention_over`
+        cache: BucketCache,
+    ) -> Tensor:  # [B, N, F]
+        """`verify` by the fused decoder for captured cycles: nothing depends on a length that the host knows."""
+        if self.max_positions is not None:  # as in `verify`
+            positions = positions.clamp_max(self.max_positions - 1)
+        return self.fused.compute(tokens, positions, 0, attend, cache, self.layers)
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
