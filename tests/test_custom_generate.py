@@ -263,7 +263,7 @@ def hub(pair, target, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("options", [
     {"threshold": 0.5, "head_guard": None},
-    {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 9, "num_return_sequences": 2},
+    {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 9, "num_return_sequences": 2, "pad_token_id": 0},
     {"generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, do_sample=False)},
     {"logits_processor": [NoRepeatNGramLogitsProcessor(3)], "prefix_allowed_tokens_fn": lambda row, ids: range(4, 30),
      "stopping_criteria": [lambda ids, scores: ids.shape[1] == 20]},
