@@ -42,7 +42,13 @@ NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids",
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
 KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
+REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
+    "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',
+    "speculation_type": "pass a head or a causal LM as draft=",
+}
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+# Keywords of `model.generate` that say where a repository's files are; transformers passes them on to its function.
+PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "repo_type", "revision", "token")
 
 
 def custom_generate(
@@ -100,6 +106,9 @@ def custom_generate(
             raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
         if assistant_model is not None or argument_of_generate("assistant_model") is not None:
             raise ValueError("custom_generate cannot take an assistant_model as well: pass it as draft=")
+        if synced_gpus or argument_of_generate("synced_gpus"):
+            raise ValueError("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and "
+                             "load the whole model in each process")
         has_prompt = streamer is not None  # `generate` has sent the prompt to its own streamer
         streamer = text_streamer if streamer is None else streamer
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
@@ -135,6 +144,66 @@ def custom_generate(
     new = pad_tokens([answer.token_ids for answer in answers], pad)
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+
+
+def hub_generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    draft: DraftHead | PreTrainedModel | DraftModel | str | None = None,
+    assistant_model: DraftHead | PreTrainedModel | DraftModel | str | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    stop: str | Sequence[str] | None = None,
+    streamer: BaseStreamer | None = None,
+    **options,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode for a hub repository, as the function of the folder `hub/` does:
+
+        target.generate(**inputs, custom_generate="user/eagle-fsd", trust_remote_code=True, threshold=0.3)
+
+    transformers hands the function of a repository all arguments of `generate` as they are. This one calls `generate`
+    again, with `custom_generate`, so that the generation config, processors, criteria and streamer have the same
+    meaning there.
+
+    Args:
+        draft, assistant_model: the drafter, see `custom_generate`, under either name.
+        tokenizer: the target's, for stop_strings=, stop= and reference=.
+        stop: strings that end an answer, like stop_strings= of `generate`.
+        options: other arguments of `generate` and `custom_generate`.
+
+    Raises:
+        ValueError, TypeError: see `custom_generate`; an assistant with other tokens, or an option of transformers'
+            assisted generation.
+    """
+    options = {name: value for name, value in options.items() if name not in PLACES}
+    assisted = [name for name, value in options.items()
+                if name.startswith(("assistant_", "num_assistant_")) and name not in REFUSED and value is not None]
+    problem = None
+    if draft is not None and assistant_model is not None:
+        problem = "draft= and assistant_model= both name the drafter: pass one of them"
+    elif assistant_tokenizer is not None:
+        problem = "the drafter must have the target's tokens, got assistant_tokenizer=: leave it out"
+    elif assisted:
+        problem = f"{', '.join(assisted)}: an option of transformers' assisted generation; use tree= instead"
+    if problem is not None:
+        with ending(streamer):  # as where `custom_generate` refuses a call
+            raise ValueError(problem)
+    if tokenizer is not None:
+        options.setdefault("text_tokenizer", tokenizer)
+        configs = (options.get("generation_config"), model.generation_config)
+        strings = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+        if (found := next((each for each in strings if each is not None), None)) is not None:
+            stop, options["stop_strings"] = [*as_list(stop), *as_list(found)], None
+    # Not `model.generate`, which is this function if the model's own repository has it.
+    return type(model).generate(
+        model, inputs, streamer=streamer, custom_generate=custom_generate, stop=stop,
+        draft=assistant_model if draft is None else draft, **options)
+
+
+def as_list(strings: str | Sequence[str] | None) -> list[str]:
+    """The strings, from a single one, several or none."""
+    return [strings] if isinstance(strings, str) else list(strings or ())
 
 
 class Kept:
@@ -221,6 +290,9 @@ def check_call(
         wrong = [f"{name}={value}" for name, value in values.items() if value is not None and value is not False]
         raise ValueError(f"custom_generate is a method of its own and cannot be {mode.value} as well: leave "
                          f"{', '.join(wrong) or 'its options'} out of the generation config")
+    for name, instead in REFUSED.items():
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(f"{name}={value!r} belongs to transformers' assisted generation: {instead}")
     unsupported = [name for name, value in model_kwargs.items() if name not in NEUTRAL and not is_neutral(value)]
     if unsupported:
         raise ValueError(f"only input_ids are supported with custom_generate, got {', '.join(unsupported)}")

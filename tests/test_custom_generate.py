@@ -4,12 +4,15 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from test_generate import TREE, Recorder
 from tiny import PROMPT, PROMPTS, VOCAB, readable, small_model, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
@@ -23,6 +26,7 @@ from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
 
 IDS = torch.tensor([PROMPT])
+HUB = Path(__file__).parents[1] / "hub"
 
 
 @pytest.fixture
@@ -230,6 +234,8 @@ def test_criteria_that_keep_count_of_their_rows(target, ours):
     ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 16)}, ValueError, "inputs_embeds"),
     ({"return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores"),
     ({"draft_head": 5}, ValueError, "draft_head"),
+    ({"assistant_ensemble_weight": 0.7}, ValueError, 'assistant_ensemble_weight=0.7 .*acceptance="ensemble"'),
+    ({"synced_gpus": True}, ValueError, "synced_gpus=True"),
 ], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")
 def test_bad_input_is_refused_before_any_forward(pair, ours, monkeypatch, options, error, message):
     def forward(*args, **kwargs):
@@ -286,3 +292,72 @@ def test_calls_from_elsewhere_are_refused(target):
         custom_generate(target, IDS)
     with pytest.raises(ValueError, match="cannot take an assistant_model as well"):
         custom_generate(target, IDS, assistant_model=target)
+
+
+@pytest.fixture
+def hub(pair, target, monkeypatch, tmp_path):
+    """`generate` of the target with the folder `hub/` as a repository, whose code is copied to a temporary folder."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(input_ids=IDS, **options):
+        options = {"assistant_model": pair.draft, "threshold": 0.0, "tree": TREE, "max_new_tokens": 24} | options
+        return target.generate(input_ids, custom_generate=str(HUB), trust_remote_code=True, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("options", [
+    {"threshold": 0.5, "head_guard": None},
+    {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 9, "num_return_sequences": 2, "pad_token_id": 0},
+    {"generation_config": GenerationConfig(max_new_tokens=9, repetition_penalty=1.2, do_sample=False)},
+    {"logits_processor": [NoRepeatNGramLogitsProcessor(3)], "prefix_allowed_tokens_fn": lambda row, ids: range(4, 30),
+     "stopping_criteria": [lambda ids, scores: ids.shape[1] == 20]},
+], ids=readable)
+def test_a_hub_repository_decodes_as_the_callable_does(ours, hub, options):
+    assert torch.equal(hub(**options, revision="main"), ours(**options))
+
+
+def test_stop_strings_and_streamers_of_a_hub_repository(pair, target, hub, tokenizer):
+    free = hub()[0, len(PROMPT) :]
+    stop, other = (tokenizer.decode(free[at : at + 2]) for at in (8, 14))
+    expected = target.generate(IDS, max_new_tokens=24, stop_strings=stop, tokenizer=tokenizer)
+    recorder = Recorder()
+    assert torch.equal(hub(stop_strings=stop, tokenizer=tokenizer, streamer=recorder), expected)
+    assert recorder.prompt == PROMPT and recorder.tokens == expected[0, len(PROMPT) :].tolist()
+    assert recorder.ended == 1 and expected.shape[1] < len(PROMPT) + 24
+    config = GenerationConfig(stop_strings=[other], max_new_tokens=24)
+    assert torch.equal(hub(generation_config=config, stop=stop, tokenizer=tokenizer), expected)
+    with pytest.raises(ValueError, match="`tokenizer` argument"):
+        hub(stop_strings=stop)
+    target.generate = functools.partial(target.load_custom_generate(str(HUB), trust_remote_code=True), model=target)
+    assert target.generate(IDS, max_new_tokens=24, assistant_model=pair.draft)[0, len(PROMPT) :].equal(free)
+
+
+def test_the_assistant_of_a_hub_repository_drafts(target, hub):
+    small = small_model(target, num_hidden_layers=1)
+    options = {"acceptance": "ensemble", "threshold": 0.5, "tree": TREE, "max_new_tokens": 24}
+    expected = eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(target, small), **options).token_ids
+    assert hub(assistant_model=small, **options)[0, len(PROMPT) :].tolist() == expected
+    assert expected != hub(assistant_model=small)[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"draft": 5}, "both name the drafter"),
+    ({"assistant_tokenizer": tiny_tokenizer()}, "the target's tokens, got assistant_tokenizer="),
+    ({"num_assistant_tokens": 5}, "num_assistant_tokens: .* use tree= instead"),
+    ({"assistant_ensemble_weight": 0.7}, 'acceptance="ensemble"'),
+    ({"prompt_lookup_num_tokens": 3}, "a method of its own"),
+    ({"synced_gpus": True}, "synced_gpus=True"),
+], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")
+def test_a_hub_repository_refuses_what_it_cannot_do(hub, options, message):
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=message):
+        hub(**options, streamer=recorder)
+    assert recorder.ended == 1
+
+
+def test_the_card_of_the_hub_repository():
+    """The hub lists repositories with this tag as methods of `generate`."""
+    card = ModelCard.load(HUB / "README.md")
+    assert "custom_generate" in card.data.tags and card.data.library_name == "transformers"

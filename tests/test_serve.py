@@ -71,6 +71,7 @@ def test_a_stream_is_the_answer_in_pieces(client, stops):
     assert reasons == [None] * (len(reasons) - 1) + [whole.choices[0].finish_reason]
     assert len({piece.id for piece in pieces}) == 1
     assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert pieces[-1].model_extra["metrics"] == whole.model_extra["metrics"]
     assert all(piece.usage is None for piece in pieces[:-1])
 
 
@@ -87,7 +88,7 @@ def test_choices_have_seeds_that_follow_and_are_drawn_again_with_them(client):
     options = {**OPTIONS, "temperature": 1.0, "top_p": 0.95}
     both = client.chat.completions.create(**options, n=2, seed=7)
     second = client.chat.completions.create(**options, seed=8)
-    assert [choice.index for choice in both.choices] == [0, 1]
+    assert [choice.index for choice in both.choices] == [0, 1] and both.model_extra["metrics"] is None  # as in vLLM
     assert [choice.model_extra["seed"] for choice in both.choices] == [7, 8]
     assert both.choices[1].message.content == second.choices[0].message.content
     streamed = {0: "", 1: ""}
@@ -258,14 +259,21 @@ def test_metrics_count_what_was_answered(server, client):
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     before = read()
-    usage = client.chat.completions.create(**OPTIONS, extra_body=FUZZY).usage
-    after = read()
+    answer = client.chat.completions.create(**OPTIONS, extra_body=FUZZY)
+    usage, after = answer.usage, read()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["eagle_fsd_tokens_total"] == usage.completion_tokens
     for name in ("proposed", "accepted"):
         for drafter, count in usage.model_extra[f"{name}_by"].items():
             assert grown[f'eagle_fsd_{name}_total{{drafter="{drafter}"}}'] == count
     assert sum(usage.model_extra["accepted_by"].values()) == usage.model_extra["accepted_tokens"] > 0
+    drafts, labels = answer.model_extra["metrics"]["speculative_decoding"], 'engine="0",model_name="tiny"'
+    for name, ours in (("drafts", "num_spec_steps"), ("draft_tokens", "num_draft_tokens"),
+                       ("accepted_tokens", "num_accepted_draft_tokens")):
+        assert grown[f"vllm:spec_decode_num_{name}_total{{{labels}}}"] == drafts[ours] > 0
+    for position, count in enumerate(drafts["num_accepted_tokens_per_pos"]):
+        name = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{position}"}}'
+        assert grown[name] == count > 0
     assert grown["eagle_fsd_fuzzy_total"] == usage.model_extra["fuzzy_tokens"]
     assert grown['eagle_fsd_http_answers_total{path="/v1/chat/completions",status="200"}'] == 1
     assert grown["eagle_fsd_first_token_seconds_count"] == grown["eagle_fsd_answer_seconds_count"] == 1

@@ -49,8 +49,9 @@ class EngineStats:
         fuzzy: those that only the rule accepted.
         cycles: cycles of the loop.
         forwards: verify forwards, counted once for each request of a cycle.
-        undrafted: those without draft tokens of the request.
+        drafts, undrafted: those with draft tokens of the request, and without.
         proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
+        accepted_lengths: forwards by the number of draft tokens that they accepted.
     """
 
     requests: int = 0
@@ -61,9 +62,11 @@ class EngineStats:
     fuzzy: int = 0
     cycles: int = 0
     forwards: int = 0
+    drafts: int = 0
     undrafted: int = 0
     proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
     accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, request: Request) -> None:
         """Add the current counts of a request, which another thread may be decoding."""
@@ -75,9 +78,11 @@ class EngineStats:
         self.tokens += len(receipts)
         self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
         self.forwards += stats.target_forwards
+        self.drafts += stats.drafts
         self.undrafted += stats.undrafted
         self.proposed.update(Counter(stats.proposed))  # a copy: the other thread may add keys during the update
         self.accepted.update(Counter(stats.accepted))
+        self.accepted_lengths.update(stats.accepted_lengths)
 
 
 class Rows:

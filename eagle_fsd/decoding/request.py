@@ -221,6 +221,7 @@ class Request:
             return
         self.stats.accepted_lengths.append(len(emission.receipts) - 1)
         self.stats.target_forwards += 1
+        self.stats.drafts += bool(emission.proposed)
         self.stats.undrafted += not emission.proposed
         self.stats.proposed.update(emission.proposed)
         self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)

@@ -58,7 +58,7 @@ class Formatter:
             content = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
             choices.append({"index": index, **content, "finish_reason": reason_of(output, calls),
                             "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
-        return self._body("", choices, self._usage(outputs))
+        return self._body("", choices, self._counted(outputs))
 
     def opening(self, index: int) -> str:
         """The first event of a choice in a chat's stream, with its role."""
@@ -84,29 +84,33 @@ class Formatter:
     def closing(self, outputs: Sequence[Output]) -> str:
         """The last events of a stream."""
         wanted = self.request.stream_options and self.request.stream_options.include_usage
-        last = as_event(self._body(".chunk", [], self._usage(outputs))) if wanted else ""
+        last = as_event(self._body(".chunk", [], self._counted(outputs))) if wanted else ""
         return f"{last}data: [DONE]\n\n"
 
     def _calls(self, output: Output) -> tuple[str, list[dict]]:
         """Split the text before the first call from the calls."""
         return find_calls(output.text, self.request.may_call) if self.request.may_call else (output.text, [])
 
-    def _usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def _counted(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """`usage`, and the `metrics` of a single answer as vLLM reports them, see `Stats.speculative_decoding`."""
         predicted = self.chat and self.request.prediction is not None
-        return usage(sum(self.prompts), outputs, predicted=predicted, prompts=len(self.prompts))
+        metrics = {"speculative_decoding": outputs[0].stats.speculative_decoding} if len(outputs) == 1 else None
+        return {"usage": usage(sum(self.prompts), outputs, predicted=predicted, prompts=len(self.prompts)),
+                "metrics": metrics}
 
     def _event(self, index: int, delta: dict, **more: Any) -> str:
         """An event of one choice."""
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         choice = {"index": index, **content, "finish_reason": None, "logprobs": None, **more}
         wanted = self.request.stream_options and self.request.stream_options.continuous_usage_stats
-        return as_event(self._body(".chunk", [choice], counts(sum(self.prompts), self.streamed) if wanted else None))
+        return as_event(self._body(".chunk", [choice],
+                                   {"usage": counts(sum(self.prompts), self.streamed)} if wanted else {}))
 
-    def _body(self, kind: str, choices: list[dict], usage: dict | None) -> dict[str, Any]:
-        """The object around choices; `kind` is "" or ".chunk"."""
+    def _body(self, kind: str, choices: list[dict], counted: dict[str, Any]) -> dict[str, Any]:
+        """The object around choices, with further fields of it; `kind` is "" or ".chunk"."""
         name, prefix = (f"chat.completion{kind}", "chatcmpl") if self.chat else ("text_completion", "cmpl")
         return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model,
-                "choices": choices, **({} if usage is None else {"usage": usage})}
+                "choices": choices, **counted}
 
     def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
         """Tokens with the target's log-probabilities; further fields give the source of each token."""

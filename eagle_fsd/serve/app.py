@@ -50,7 +50,7 @@ class Service:
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the name, then an alias
         self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, name)
 
     async def submit(self, body: AnswerRequest, pool: str) -> list[Ticket]:
         """Submit all choices of a request, or none, and return a ticket for each.
@@ -335,13 +335,13 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a chat. Fields that the schema does not list are decoding options under their names in `generate`.
-        `usage` counts drafted and accepted tokens, from the head and copied from the text."""
+        `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 
     @router.post("/v1/completions", response_model=None)
     async def completion(request: Request, body: CompletionRequest) -> Response:
         """Continue a text. Fields that the schema does not list are decoding options under their names in `generate`.
-        `usage` counts drafted and accepted tokens, from the head and copied from the text."""
+        `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 
     @router.get("/metrics", response_model=None)

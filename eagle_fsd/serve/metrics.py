@@ -2,6 +2,8 @@
 
 `rate(eagle_fsd_tokens_total[1m])` is the speed over the last minute; the rate of accepted tokens divided by the rate of
 forwards, plus 1, is its tau. Draft tokens are counted by drafter: sum over the label.
+
+Drafts are counted under vLLM's names as well, with its labels, for dashboards that were made for it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..batching.engine import Engine
+from ..batching.rows import EngineStats
 from ..batching.tickets import Ticket
+from ..decoding.output import accepted_by_position
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTERS = {  # attributes of `EngineStats`
@@ -30,10 +34,14 @@ BY_DRAFTER = {"proposed": "verified draft tokens", "accepted": "accepted draft t
 
 
 class Metrics(Collector):
-    """Metrics of one server in their own registry: the engine's counters, HTTP responses, latencies."""
+    """Metrics of one server in their own registry: the engine's counters, HTTP responses, latencies.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.registry = engine, CollectorRegistry()
+    Args:
+        name: name of the model, a label of vLLM's metrics.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name, self.registry = engine, name, CollectorRegistry()
         self.answered = Counter("eagle_fsd_http_answers", "HTTP responses by path and status", ["path", "status"],
                                 registry=self.registry)
         self.queued, self.first, self.between, self.total = (
@@ -73,6 +81,26 @@ class Metrics(Collector):
         for reason, count in dict(stats.finished).items():
             ended.add_metric([reason], count)
         yield ended
+        yield from self._of_vllm(stats)
+
+    def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
+        """Counters `vllm:spec_decode_num_*`. On trees a draft is a cycle of a request that verified draft tokens of it;
+        its draft tokens are all nodes of its tree but the root, its accepted tokens those of the accepted path without
+        the target's own; the position of an accepted token is its depth - 1."""
+        labels, values = ["model_name", "engine"], [self.name, "0"]
+        for name, what, value in (
+            ("drafts", "cycles that verified draft tokens, counted per request", stats.drafts),
+            ("draft_tokens", "verified draft tokens: nodes of draft trees", stats.proposed.total()),
+            ("accepted_tokens", "draft tokens on accepted paths", stats.accepted.total()),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_num_{name}", what, labels=labels)
+            counter.add_metric(values, value)
+            yield counter
+        by_position = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos",
+                                          "accepted draft tokens by depth - 1", labels=[*labels, "position"])
+        for position, count in enumerate(accepted_by_position(stats.accepted_lengths)):
+            by_position.add_metric([*values, str(position)], count)
+        yield by_position
 
 
 class Counted:
