@@ -338,7 +338,7 @@ def test_saved_heads_load_again(tmp_path, named, options):
     assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
 
 
-def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
+def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path):
     write(tmp_path / "head", random_head(NAMED), "midlayer")
     target.save_pretrained(tmp_path / "target")
     found = inspect_head(tmp_path / "head", tmp_path / "target")
@@ -347,7 +347,7 @@ def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
     assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
     assert "from 0 to 1, the target's last" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
-    with pytest.raises(ValueError, match="is an EAGLE-3 head, which can be exported to vllm only, got sglang"):
+    with pytest.raises(ValueError, match="which can be exported to vllm, llama.cpp only, got sglang"):
         export_head(tmp_path / "head", "sglang", tmp_path / "out")
     path = export_head(tmp_path / "head", "vllm", tmp_path / "out")
     assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < load_file(path).keys()
