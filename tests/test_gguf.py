@@ -189,7 +189,7 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
 
 HEAD = {f"blk.0.{ours}": f"layers.0.{theirs}" for ours, theirs in LAYER.items()} | {
     "fc": "fc", "output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens",
-    "blk.0.attn_norm_2": "layers.0.hidden_norm"}
+    "blk.0.attn_norm_2": "layers.0.hidden_norm", "enc.output_norm": "input_norm"}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
 
@@ -203,7 +203,7 @@ def deep(tmp_path_factory):
 @pytest.mark.parametrize(("named", "layers", "options"), [
     (None, [2, 4, 5], {}),
     (NAMED, [1, 3, 7], {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 7],
-                        "rope_parameters": LLAMA3}),
+                        "rope_parameters": LLAMA3, "norm_before_fc": True}),
 ])
 @torch.no_grad()
 def test_llama_cpp_gets_the_keys_and_tensors_of_its_loader(deep, tmp_path, named, layers, options):
@@ -224,14 +224,15 @@ def test_llama_cpp_gets_the_keys_and_tensors_of_its_loader(deep, tmp_path, named
         "eagle3.attention.key_length": 4, "eagle3.attention.value_length": 4, "eagle3.vocab_size": VOCAB,
         "eagle3.attention.layer_norm_rms_epsilon": pytest.approx(head.config.rms_norm_eps),
         "eagle3.rope.dimension_count": 4, "eagle3.rope.freq_base": 1e4, "eagle3.target_layers": layers,
-        "eagle3.target_hidden_size": HIDDEN, "eagle3.norm_before_residual": named is not None}
+        "eagle3.target_hidden_size": HIDDEN, "eagle3.norm_before_residual": named is not None,
+        "eagle3.norm_before_fc": named is not None}
     found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
     state = head.state_dict()
     if named is not None:
         assert found.pop("d2t").tolist() == named
         # By hand: of the wave lengths 6.28 and 628, one is between 4 and 16, the other above.
         torch.testing.assert_close(found.pop("rope_freqs.weight"), torch.tensor([1.7360, 8.0]), rtol=1e-4, atol=0)
-    names = HEAD if named is not None else HEAD.keys() - {"token_embd"}
+    names = HEAD.keys() - ({"enc.output_norm", "token_embd"} if named is None else set())
     assert found.keys() == {f"{name}.weight" for name in names}
     for name in names:
         weight = state[f"{HEAD[name]}.weight"]
@@ -254,6 +255,7 @@ def test_the_command_writes_bfloat16(deep, tmp_path, capsys):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: tiny_head(tiny_target()), "it is an EAGLE-1/2 head, and llama.cpp drafts with EAGLE-3 heads only"),
     (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]), "it reads 4 layers of the target"),
+    (lambda: random_head(fc_norm=True, norm_output=True), "it has fc_norm, norm_output; llama.cpp supports norm_"),
     (lambda: random_head(hidden_act="gelu"), "it has the activation 'gelu'; llama.cpp supports silu only"),
     (lambda: random_head(mlp_bias=True), "llama.cpp has no layers.0.mlp.gate_proj.bias, .*heads without biases"),
     (lambda: random_head(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), "is of type 'yarn'; accepted: default"),

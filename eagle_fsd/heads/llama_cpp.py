@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 LAYER, BLOCK = "layers.0.", "blk.0."
 NAMES = {
-    "fc": "fc", "norm": "output_norm", "lm_head": "output", "embed_tokens": "token_embd",
+    "input_norm": "enc.output_norm", "fc": "fc", "norm": "output_norm", "lm_head": "output",
+    "embed_tokens": "token_embd",
     LAYER + "input_layernorm": BLOCK + "attn_norm", LAYER + "hidden_norm": BLOCK + "attn_norm_2",
     LAYER + "self_attn.q_proj": BLOCK + "attn_q", LAYER + "self_attn.k_proj": BLOCK + "attn_k",
     LAYER + "self_attn.v_proj": BLOCK + "attn_v", LAYER + "self_attn.o_proj": BLOCK + "attn_output",
@@ -81,6 +82,9 @@ def unsupported(head: DraftHead) -> str | None:
     layers = head.fc.in_features // head.target_hidden_size
     if layers != 3:
         return f"it reads {layers} layers of the target; llama.cpp supports 3"
+    norms = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(head.config, name, False)]
+    if norms:
+        return f"it has {', '.join(norms)}; llama.cpp supports norm_before_fc and norm_before_residual"
     if head.config.hidden_act != "silu":
         return f"it has the activation {head.config.hidden_act!r}; llama.cpp supports silu only"
     biases = [name for name, value in head.named_parameters() if name.endswith(".bias") and value.any()]
@@ -154,6 +158,7 @@ def _write(
     writer.add_array("eagle3.target_layers", list(layers))
     writer.add_uint32("eagle3.target_hidden_size", head.target_hidden_size)
     writer.add_bool("eagle3.norm_before_residual", head.layers[0].norm_before_residual)
+    writer.add_bool("eagle3.norm_before_fc", head.input_norm is not None)
     for key, field in fields.items():
         if key.startswith("tokenizer."):
             copy_field(writer, key, field)
