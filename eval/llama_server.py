@@ -22,6 +22,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from eagle_fsd.checks import require_integer
 from eval.command import run_command
 
 
@@ -36,6 +37,7 @@ class ServerArguments:
         context: context length of a request, including its answer.
         ngram: draft with this kind of llama.cpp's n-gram lookup.
         draft: draft with this GGUF model of the same vocabulary, or EAGLE-3 head of the target.
+        draft_tokens: length of the chains drafted with it. If omitted: llama.cpp's default.
         convert: GGUF file to write, instead of serving.
         type: type of the matrices in this file.
     """
@@ -46,6 +48,7 @@ class ServerArguments:
     context: int = 8192
     ngram: Literal["simple", "map_k", "mod"] | None = None
     draft: Path | None = None
+    draft_tokens: int | None = None
     convert: Path | None = None
     type: Literal["bf16", "q8_0"] = "bf16"
 
@@ -95,6 +98,10 @@ def run(args: ServerArguments) -> None:
             raise ValueError(f"{file} does not exist")
     if args.ngram and args.draft:
         raise ValueError("pass --ngram or --draft, not both")
+    if args.draft_tokens is not None:
+        if args.draft is None:
+            raise ValueError("--draft-tokens needs --draft")
+        require_integer("--draft-tokens", args.draft_tokens, 1)
     if args.convert is not None:
         if args.convert.exists():
             raise ValueError(f"{args.convert} already exists")
@@ -112,6 +119,7 @@ def run(args: ServerArguments) -> None:
     if args.draft:
         drafter = params.speculative.draft
         drafter.mparams.path = str(args.draft)
+        drafter.n_max = args.draft_tokens or drafter.n_max
         drafter.cpuparams.n_threads = drafter.cpuparams_batch.n_threads = args.threads
     server = xllamacpp.Server(params)
     print(f"llama.cpp serves {args.file.name} at {server.listening_address}/v1", flush=True)
