@@ -19,6 +19,7 @@ from eagle_fsd.data.files import bytes_in
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.export import export_head
+from eval.llama_server import draft_type
 
 gguf = pytest.importorskip("gguf")
 
@@ -248,6 +249,7 @@ def test_the_command_writes_bfloat16(deep, tmp_path, capsys):
     assert main(command) == 0
     assert f"llama-server -m {deep} -md {file} --spec-type draft-eagle3" in capsys.readouterr().out
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert draft_type(file) == "DRAFT_EAGLE3"
     assert {"fc.weight": "BF16", "output_norm.weight": "F32", "d2t": "I64"}.items() <= types.items()
     assert main(command) == 2 and f"{file} exists" in capsys.readouterr().err
 
