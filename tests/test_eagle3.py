@@ -69,7 +69,8 @@ def write(folder, head: Eagle3Head, layout: str, *, embeddings: bool = True, **c
         state["d2t"], state["t2d"] = torch.zeros(VOCAB, dtype=torch.long), torch.ones(VOCAB, dtype=torch.bool)
     save_file(state, folder / "model.safetensors")
     own = {name: getattr(head.config, name, None) for name in (
-        "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")}
+        "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "norm_before_fc", "fc_norm",
+        "norm_output")}
     own = {name: value for name, value in own.items() if value is not None}
     own["draft_vocab_size"] = head.draft_vocab_size
     layer = {name: getattr(head.config, name) for name in SIZES} | {"model_type": "llama"}
@@ -95,11 +96,23 @@ def scaled(vector, norm, epsilon):
     return vector / (vector.pow(2).mean() + epsilon).sqrt() * norm.weight
 
 
+def before_fc(head, x):
+    config = head.config
+    if getattr(config, "norm_before_fc", False):
+        return scaled(x, head.input_norm, config.rms_norm_eps)
+    if getattr(config, "fc_norm", False):
+        low, mid, high = (x[n * HIDDEN : (n + 1) * HIDDEN] for n in range(3))
+        return torch.cat([scaled(low, head.fc_norm[0], config.rms_norm_eps),
+                          scaled(mid, head.fc_norm[1], config.rms_norm_eps),
+                          scaled(high, head.fc_norm[2], config.rms_norm_eps)])
+    return x
+
+
 def hidden_by_hand(head, features, tokens):
     """The hidden state [D] of the last of T tokens, from T features: [3 D] of the target, or [D] of the head itself."""
     config, layer = head.config, head.layers[0]
     attention, eps, theta = layer.self_attn, config.rms_norm_eps, config.rope_parameters["rope_theta"]
-    hidden = [head.fc.weight @ x if len(x) == head.fc.in_features else x for x in features]
+    hidden = [head.fc.weight @ before_fc(head, x) if len(x) == head.fc.in_features else x for x in features]
     normed = [scaled(x, layer.hidden_norm, eps) for x in hidden]
     inputs = [
         torch.cat([scaled(head.embed_tokens.weight[token], layer.input_layernorm, eps), x])
@@ -109,6 +122,9 @@ def hidden_by_hand(head, features, tokens):
     queries = (attention.q_proj.weight @ inputs[last]).view(config.num_attention_heads, -1)
     keys = [(attention.k_proj.weight @ x).view(config.num_key_value_heads, -1) for x in inputs]
     values = [(attention.v_proj.weight @ x).view(config.num_key_value_heads, -1) for x in inputs]
+    if getattr(config, "qk_norm", False):
+        queries = torch.stack([scaled(query, attention.q_norm, eps) for query in queries])
+        keys = [torch.stack([scaled(each, attention.k_norm, eps) for each in key]) for key in keys]
     mixed = []
     for number, query in enumerate(queries):
         products = [rotate(query, last, theta) @ rotate(key[number // group], j, theta) for j, key in enumerate(keys)]
@@ -118,12 +134,16 @@ def hidden_by_hand(head, features, tokens):
     middle = residual + attention.o_proj.weight @ torch.cat(mixed)
     inner, mlp = scaled(middle, layer.post_attention_layernorm, eps), layer.mlp
     gated = torch.nn.functional.silu(mlp.gate_proj.weight @ inner) * (mlp.up_proj.weight @ inner)
-    return middle + mlp.down_proj.weight @ gated
+    hidden = middle + mlp.down_proj.weight @ gated
+    return scaled(hidden, head.norm, eps) if getattr(config, "norm_output", False) else hidden
 
 
 def logits_by_hand(head, hidden):
     """[V], -inf for tokens that the head cannot name."""
-    own = head.lm_head.weight @ scaled(hidden, head.norm, head.config.rms_norm_eps)
+    normed = hidden
+    if not getattr(head.config, "norm_output", False):
+        normed = scaled(hidden, head.norm, head.config.rms_norm_eps)
+    own = head.lm_head.weight @ normed
     logits = torch.full((VOCAB,), -math.inf)
     for number, logit in enumerate(own.tolist()):
         logits[number if head.d2t is None else number + head.d2t[number].item()] = logit
@@ -136,10 +156,16 @@ def states_by_hand(model, tokens, layers):
     return [output.hidden_states[number][0] for number in layers], output.last_hidden_state[0]
 
 
-@pytest.mark.parametrize(("named", "before"), [(None, False), (NAMED, True)], ids=["whole", "reduced"])
+# What speculators and SpecForge write today: their defaults, EAGLE-3.1 (arXiv 2605.09992), a layer of Qwen3's.
+TODAY = [{"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+         {"fc_norm": True, "norm_output": True}, {"qk_norm": True}]
+
+
+@pytest.mark.parametrize(("named", "options"), [(None, {}), (NAMED, {"norm_before_residual": True}),
+                                                *((NAMED, options) for options in TODAY)], ids=str)
 @torch.no_grad()
-def test_drafted_trees_are_those_of_the_definition(target, named, before):
-    head = random_head(named, norm_before_residual=before)
+def test_drafted_trees_are_those_of_the_definition(target, named, options):
+    head = random_head(named, **options)
     pair = EagleModel.from_parts(target, head)
     cache, draft_cache = pair.target.new_cache(40), head.new_cache(80)
     features = pair.target.prefill(torch.tensor([PROMPT[:-1]]), cache)
@@ -211,7 +237,10 @@ def put(name, value):
         (put("d2t", torch.zeros(20, dtype=torch.long)), r"d2t must be integers \[21\], got torch.int64 \[20\]"),
         (put("d2t", torch.full((21,), 12)), "d2t must be the offsets of 21 distinct tokens among 32"),
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
-        (configure(norm_output=True), "unsupported variant of EAGLE-3: it has norm_output"),
+        (configure(norm_before_fc=True), r"missing \['input_norm.weight'\]"),
+        (configure(eagle_config={"norm_before_fc": True}, use_aux_norm=True), "norm_before_fc and fc_norm exclude"),
+        (configure(layer_types=["sliding_attention"]), r"layer_types \['sliding_attention'\]; accepted: \['full_att"),
+        (configure(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false; accepted: heads that"),
         (configure(model_type="llama4_text"), "layer of type 'llama4_text'; accepted: llama"),
         (configure(speculators_model_type="eagle"), "speculators_model_type 'eagle'; only eagle3 is supported"),
         (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
@@ -223,6 +252,56 @@ def test_files_that_do_not_fit_are_refused(tmp_path, change, message):
     rewrite(folder, change)
     with pytest.raises(ValueError, match=message):
         load_head(folder)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (configure(speculators_model_type="peagle"), "is of P-EAGLE .*, a parallel drafter: .*; accepted: EAGLE-1/2 and"),
+    (configure(architectures=["PEagleDraftModel"]), "P-EAGLE"), (configure(parallel_drafting=True), "P-EAGLE"),
+    (configure(eagle_config={"parallel_drafting": True}), "P-EAGLE"), (put("mask_hidden", torch.zeros(48)), "P-EAGLE"),
+    (configure(architectures=["DFlashDraftModel"]), "DFlash, a block-diffusion drafter"),
+    (configure(dflash_config={}), "DFlash, a block"), (configure(speculators_model_type="dflash2"), "DFlash, a block"),
+    (configure(architectures=["DSparkDraftModel"], dflash_config={}), "DSpark, a DFlash drafter whose .* Markov head"),
+    (configure(speculators_model_type="dspark", markov_rank=256), "DSpark"),
+    (configure(architectures=["DominoDraftModel"]), "Domino"), (configure(speculators_model_type="mtp"), "MTP"),
+])
+def test_drafters_of_another_kind_are_named(tmp_path, change, message):
+    rewrite(write(tmp_path, random_head(NAMED), "midlayer"), change)
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+
+
+def as_modelopt(config, state):
+    config["eagle_config"] = {"norm_before_fc": config.pop("norm_before_fc")}
+
+
+def as_sglang(config, state):
+    config["use_aux_norm"] = config.pop("fc_norm")
+    for number, name in enumerate(("low", "mid", "high")):
+        state[f"aux_norm_{name}.weight"] = state.pop(f"fc_norm.{number}.weight")
+
+
+@pytest.mark.parametrize(("layout", "options", "change"), [
+    *(("speculators", options, lambda config, state: None) for options in TODAY),
+    ("layers", TODAY[0], as_modelopt), ("midlayer", TODAY[1], as_sglang),
+    ("midlayer", TODAY[0], lambda config, state: config.pop("norm_before_fc")),  # the weights say it
+])
+@torch.no_grad()
+def test_heads_of_today_compute_what_their_code_defines(tmp_path, layout, options, change):
+    head = random_head(NAMED, **options)
+    rewrite(write(tmp_path / "head", head, layout), change)
+    save_head(load_head(tmp_path / "head"), tmp_path / "again")
+    features = torch.randn(4, 3 * HIDDEN, generator=torch.Generator().manual_seed(0))
+    expected = hidden_by_hand(head, list(features), PROMPT[:4])
+    for folder in ("head", "again"):
+        loaded = load_head(tmp_path / folder)
+        states = loaded(loaded.read(features)[None], torch.tensor([PROMPT[:4]]), torch.arange(4)[None])[0, -1]
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loaded.own_logits(states, None), logits_by_hand(head, expected)[NAMED],
+                                   rtol=1e-4, atol=1e-4)
+        for name, value in options.items():
+            assert getattr(loaded.config, name) is value
+    assert inspect_head(tmp_path / "head").facts["variant"].split(", ") == sorted(options, key=[
+        "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm"].index)
 
 
 def as_nemo(config, state):
@@ -338,7 +417,7 @@ def test_saved_heads_load_again(tmp_path, named, options):
     assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
 
 
-def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
+def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path):
     write(tmp_path / "head", random_head(NAMED), "midlayer")
     target.save_pretrained(tmp_path / "target")
     found = inspect_head(tmp_path / "head", tmp_path / "target")
@@ -347,7 +426,7 @@ def test_inspect_says_what_it_is_and_only_vllm_is_exported_to(target, tmp_path):
     assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
     assert "from 0 to 1, the target's last" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
-    with pytest.raises(ValueError, match="is an EAGLE-3 head, which can be exported to vllm only, got sglang"):
+    with pytest.raises(ValueError, match="which can be exported to vllm, llama.cpp only, got sglang"):
         export_head(tmp_path / "head", "sglang", tmp_path / "out")
     path = export_head(tmp_path / "head", "vllm", tmp_path / "out")
     assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < load_file(path).keys()

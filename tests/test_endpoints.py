@@ -117,7 +117,9 @@ def test_a_file_that_is_not_there_is_not_served(tmp_path, capsys):
     there, missing = tmp_path / "there.gguf", str(tmp_path / "no.gguf")
     there.touch()
     for words, message in (([missing], "no.gguf does not"), ([str(there), "--draft", missing], "no.gguf does not"),
-                           ([str(there), "--draft", str(there), "--ngram", "simple"], "--ngram or --draft, not both")):
+                           ([str(there), "--draft", str(there), "--ngram", "simple"], "--ngram or --draft, not both"),
+                           ([str(there), "--draft-tokens", "3"], "--draft-tokens needs --draft"),
+                           ([str(there), "--draft", str(there), "--draft-tokens", "0"], "must be at least 1, got 0")):
         assert llama_server.main(words) == 2 and message in capsys.readouterr().err
 
 
@@ -133,13 +135,15 @@ def test_a_gguf_file_is_written_in_another_type(tmp_path):
     writer.add_tensor("m", gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q8_0),
                       raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("v", matrix[0])
+    writer.add_tensor("d2t", np.array([3, 5, 8]))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     assert llama_server.main([str(tmp_path / "a.gguf"), "--convert", str(tmp_path / "b.gguf")]) == 0
     found = gguf.GGUFReader(tmp_path / "b.gguf")
-    m, v = found.tensors
+    m, v, tokens = found.tensors
+    assert tokens.data.tolist() == [3, 5, 8] and llama_server.draft_type(tmp_path / "b.gguf") == "DRAFT_SIMPLE"
     assert (m.tensor_type, v.tensor_type) == (gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F32)
     assert np.allclose(gguf.quants.dequantize(m.data, m.tensor_type), matrix, atol=0.05)
     assert np.allclose(v.data, matrix[0])

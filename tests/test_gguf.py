@@ -1,4 +1,5 @@
-"""Targets in GGUF files, written here by the `gguf` package: a tiny Llama in float32, with a tokenizer."""
+"""Targets in GGUF files, written here by the `gguf` package: a tiny Llama in float32, with a tokenizer. EAGLE-3 heads
+exported to llama.cpp."""
 
 import json
 import logging
@@ -9,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import HIDDEN, PROMPT, VOCAB, small_model, tiny_target
+from tiny import HIDDEN, NAMED, PROMPT, VOCAB, random_head, small_model, tiny_head, tiny_target
 from transformers import AutoTokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.data.files import bytes_in
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
+from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.heads.export import export_head
+from eval.llama_server import draft_type
 
 gguf = pytest.importorskip("gguf")
 
@@ -179,3 +183,101 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
     capsys.readouterr()
     assert main(["cache", "--clear", "gguf"]) == 0
     assert f"{third.name}  removed" in capsys.readouterr().out and not list(cache.iterdir())
+
+
+# EAGLE-3 heads for llama.cpp --------------------------------------------------------------------------------
+
+
+HEAD = {f"blk.0.{ours}": f"layers.0.{theirs}" for ours, theirs in LAYER.items()} | {
+    "fc": "fc", "output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens",
+    "blk.0.attn_norm_2": "layers.0.hidden_norm", "enc.output_norm": "input_norm"}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A target of 8 layers, as a file."""
+    return write(tmp_path_factory.mktemp("deep") / "deep.gguf", tiny_target(num_hidden_layers=8))
+
+
+@pytest.mark.parametrize(("named", "layers", "options"), [
+    (None, [2, 4, 5], {}),
+    (NAMED, [1, 3, 7], {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 7],
+                        "rope_parameters": LLAMA3, "norm_before_fc": True}),
+])
+@torch.no_grad()
+def test_llama_cpp_gets_the_keys_and_tensors_of_its_loader(deep, tmp_path, named, layers, options):
+    head = random_head(named, **options)
+    if named is None:
+        head.share_embeddings(None)
+    save_head(head, tmp_path / "head")
+    reader = gguf.GGUFReader(export_head(tmp_path / "head", "llama.cpp", tmp_path / "new" / "head.gguf", target=deep,
+                                         dtype=torch.float32))
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    expected = {name: field.contents() for name, field in gguf.GGUFReader(deep).fields.items()
+                if name.startswith("tokenizer.")}
+    assert len(expected) > 4
+    assert fields == expected | {
+        "general.architecture": "eagle3", "general.name": "head", "general.file_type": 0, "eagle3.block_count": 1,
+        "eagle3.context_length": head.config.max_position_embeddings, "eagle3.embedding_length": HIDDEN,
+        "eagle3.feed_forward_length": 24, "eagle3.attention.head_count": 4, "eagle3.attention.head_count_kv": 2,
+        "eagle3.attention.key_length": 4, "eagle3.attention.value_length": 4, "eagle3.vocab_size": VOCAB,
+        "eagle3.attention.layer_norm_rms_epsilon": pytest.approx(head.config.rms_norm_eps),
+        "eagle3.rope.dimension_count": 4, "eagle3.rope.freq_base": 1e4, "eagle3.target_layers": layers,
+        "eagle3.target_hidden_size": HIDDEN, "eagle3.norm_before_residual": named is not None,
+        "eagle3.norm_before_fc": named is not None}
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    state = head.state_dict()
+    if named is not None:
+        assert found.pop("d2t").tolist() == named
+        # By hand: of the wave lengths 6.28 and 628, one is between 4 and 16, the other above.
+        torch.testing.assert_close(found.pop("rope_freqs.weight"), torch.tensor([1.7360, 8.0]), rtol=1e-4, atol=0)
+    names = HEAD.keys() - ({"enc.output_norm", "token_embd"} if named is None else set())
+    assert found.keys() == {f"{name}.weight" for name in names}
+    for name in names:
+        weight = state[f"{HEAD[name]}.weight"]
+        if name.endswith(("attn_q", "attn_k")):
+            weight = permuted(weight, 4 if name.endswith("q") else 2)
+        assert torch.equal(found[f"{name}.weight"], weight), name
+
+
+def test_the_command_writes_bfloat16(deep, tmp_path, capsys):
+    save_head(random_head(NAMED), tmp_path / "head")
+    file = tmp_path / "head.gguf"
+    command = ["export", str(tmp_path / "head"), "--to", "llama.cpp", "--target", str(deep), "--out", str(file)]
+    assert main(command) == 0
+    assert f"llama-server -m {deep} -md {file} --spec-type draft-eagle3" in capsys.readouterr().out
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert draft_type(file) == "DRAFT_EAGLE3"
+    assert {"fc.weight": "BF16", "output_norm.weight": "F32", "d2t": "I64"}.items() <= types.items()
+    assert main(command) == 2 and f"{file} exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: tiny_head(tiny_target()), "it is an EAGLE-1/2 head, and llama.cpp drafts with EAGLE-3 heads only"),
+    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]), "it reads 4 layers of the target"),
+    (lambda: random_head(fc_norm=True, norm_output=True), "it has fc_norm, norm_output; llama.cpp supports norm_"),
+    (lambda: random_head(hidden_act="gelu"), "it has the activation 'gelu'; llama.cpp supports silu only"),
+    (lambda: random_head(mlp_bias=True), "llama.cpp has no layers.0.mlp.gate_proj.bias, .*heads without biases"),
+    (lambda: random_head(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), "is of type 'yarn'; accepted: default"),
+    (lambda: random_head(vocab_size=40), "vocabulary: head 40, target 32"),
+    (lambda: random_head(target_hidden_size=32), "hidden size: head 32, target 16"),
+    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 8]), "from 0 to 7, the target's last"),
+])
+def test_what_llama_cpp_cannot_compute_is_refused(deep, tmp_path, make, message):
+    save_head(make(), tmp_path / "head")
+    with pytest.raises(ValueError, match=message):
+        export_head(tmp_path / "head", "llama.cpp", tmp_path / "new" / "head.gguf", target=deep)
+    assert not (tmp_path / "new").exists()
+
+
+def test_llama_cpp_needs_a_file_of_the_target(deep, tmp_path):
+    save_head(random_head(NAMED), tmp_path / "head")
+    for target, file, message in ((None, "a.gguf", "pass target, the GGUF file"),
+                                  (deep.parent, "a.gguf", "pass target"), (deep, "a", "reads a file NAME.gguf, got")):
+        with pytest.raises(ValueError, match=message):
+            export_head(tmp_path / "head", "llama.cpp", tmp_path / file, target=target)
+    mute = write(tmp_path / "mute.gguf", tiny_target(num_hidden_layers=8), tokens=False)
+    with pytest.raises(ValueError, match="it has no tokenizer.ggml.tokens"):
+        export_head(tmp_path / "head", "llama.cpp", tmp_path / "a.gguf", target=mute)

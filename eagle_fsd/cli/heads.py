@@ -87,14 +87,15 @@ class ExportCommand:
 
     Args:
         head: directory or hub id.
-        to: program that will load the head.
-        out: output directory.
-        target: directory or hub id of the target, for formats that include its embeddings.
+        to: program that will load the head; llama.cpp loads EAGLE-3 heads only.
+        out: output directory; for llama.cpp a file NAME.gguf.
+        target: directory or hub id of the target, for formats that include its embeddings; for llama.cpp its GGUF file,
+            which has the tokenizer.
         trust_remote_code: allow a target to run code from its repository.
     """
 
     head: Positional[str]
-    to: Literal["eagle", "sglang", "vllm"]  # the keys of heads.export.LAYOUTS, which imports torch
+    to: Literal["eagle", "sglang", "vllm", "llama.cpp"]  # heads.export.LAYOUTS and LLAMA_CPP, which imports torch
     out: str
     target: str | None = None
     trust_remote_code: bool = False
@@ -104,6 +105,8 @@ class ExportCommand:
         from ..heads.export import export_head
 
         path = export_head(self.head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
+        if self.to == "llama.cpp":
+            return print(f"wrote {path}: llama-server -m {self.target} -md {path} --spec-type draft-eagle3")
         print(f"wrote {path} and config.json for {self.to}")
         if path.with_name(TOKEN_MAP).is_file():
             print(f"draft vocabulary: pass --speculative-token-map {path.with_name(TOKEN_MAP)}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 from .sources import check_source, fetch
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter, ReaderField
 
 log = logging.getLogger(__name__)
 
@@ -172,3 +176,9 @@ def end_tokens(fields: Mapping[str, object], special: Mapping[str, int]) -> list
     texts = ENDS_OF_ANSWERS - ({"<|end|>"} if "<|return|>" in special else set())  # gpt-oss: ends its reasoning
     return list(dict.fromkeys([int(number) for number in named if number is not None]
                               + sorted(number for text, number in special.items() if text in texts)))
+
+
+def copy_field(writer: GGUFWriter, name: str, field: ReaderField) -> None:
+    """Write a metadata field of one file to another."""
+    first, *_, last = (*field.types, field.types[-1])
+    writer.add_key_value(name, field.contents(), first, sub_type=last if len(field.types) > 1 else None)

@@ -25,7 +25,7 @@ from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
-from .layouts import LAYER_IDS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
+from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -257,7 +257,7 @@ CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", LAYER_IDS,
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAYER_IDS,
 )
 
 
@@ -274,6 +274,8 @@ def config_fields(head: DraftHead, dtype: torch.dtype) -> dict[str, object]:
     fields |= {"architectures": ["LlamaForCausalLM"], "bias": head.fc.bias is not None}
     if isinstance(head, Eagle3Head):
         fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
+        if getattr(head.config, "qk_norm", False):
+            fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}  # vLLM's names
         if LAYER_IDS in fields:
             fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
     return fields

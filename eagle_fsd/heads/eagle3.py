@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ..models.cache import TreeCache, cache_name
 from ..models.fused import Norm
@@ -18,12 +19,16 @@ from .eagle import DraftHead
 
 
 class Eagle3Layer(LlamaDecoderLayer):
-    """A stock Llama layer whose attention reads [embedding, hidden state], each after its own norm."""
+    """A stock Llama layer whose attention reads [embedding, hidden state], each after its own norm; with `qk_norm` the
+    attention is Qwen3's, which normalises the queries and keys of each head."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, layer_idx=0)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual: bool = getattr(config, "norm_before_residual", False)
+        if getattr(config, "qk_norm", False):
+            config.layer_types = ["full_attention"]
+            self.self_attn = Qwen3Attention(config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):
             stock = getattr(self.self_attn, name)
             wide = nn.Linear(2 * config.hidden_size, stock.out_features, bias=stock.bias is not None)
@@ -45,14 +50,20 @@ class Eagle3Head(DraftHead):
     """EAGLE-3 (arXiv 2503.01840, section 3): reads features of several target layers, has its own output layer.
 
     `fc` combines the target's features once; further steps continue from the head's own hidden states, before `norm`.
+    EAGLE-3.1 (arXiv 2605.09992) adds norms: `fc_norm` of each layer's features, and `norm_output`.
 
     Args:
         config: as for `DraftHead`, with additional fields: `draft_vocab_size` (R; default: the whole vocabulary),
             `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; default: layers 2,
-            n/2 and n-3 of n), `target_hidden_size` (default: the head's own) and `norm_before_residual` (default
-            false: `hidden_norm` is only for attention). `attention_bias` gives q, k, v and o a bias, `qkv_bias` gives
-            one to q, k and v only.
+            n/2 and n-3 of n), `target_hidden_size` (default: the head's own), and these, all false by default:
+            `norm_before_residual` (the residual is the hidden state after `hidden_norm`), `norm_before_fc` (one norm of
+            all features together, `input_norm`) or `fc_norm` (one of each layer's), `norm_output` (further steps
+            continue from the states after `norm`), and `qk_norm` (norms of queries and keys, as in Qwen3).
+            `attention_bias` gives q, k, v and o a bias, `qkv_bias` gives one to q, k and v only.
         bias: whether `fc` has a bias.
+
+    Raises:
+        ValueError: `draft_vocab_size` exceeds the vocabulary, or the config has both `norm_before_fc` and `fc_norm`.
     """
 
     kind = "EAGLE-3"
@@ -63,13 +74,21 @@ class Eagle3Head(DraftHead):
             raise ValueError(f"draft_vocab_size {drafted} exceeds vocab_size {config.vocab_size}")
         layers = len(self._layer_ids) if self._layer_ids else 3
         self.fc = nn.Linear(layers * self.target_hidden_size, size, bias=bias)
+        before_fc, per_layer = (getattr(config, name, False) for name in ("norm_before_fc", "fc_norm"))
+        if before_fc and per_layer:
+            raise ValueError("norm_before_fc and fc_norm exclude each other: accepted is one of them")
+        eps = config.rms_norm_eps
+        self.input_norm = LlamaRMSNorm(self.fc.in_features, eps=eps) if before_fc else None
+        norms = (LlamaRMSNorm(self.target_hidden_size, eps=eps) for _ in range(layers))
+        self.fc_norm = nn.ModuleList(norms) if per_layer else None
+        self.norm_output: bool = getattr(config, "norm_output", False)
         o_bias = config.attention_bias and not getattr(config, "qkv_bias", False)
         config.attention_bias = config.attention_bias or getattr(config, "qkv_bias", False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         if not o_bias:
             self.layers[0].self_attn.o_proj.register_parameter("bias", None)
         self.hidden_norm = Norm(self.layers[0].hidden_norm)
-        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(size, eps=eps)
         self.lm_head: nn.Linear | None = nn.Linear(size, drafted, bias=False)  # None: the target's
         # Draft token i has the target's id i + d2t[i]; None: all tokens, with the same ids.
         offsets = torch.zeros(drafted, dtype=torch.long) if drafted < config.vocab_size else None
@@ -100,13 +119,25 @@ class Eagle3Head(DraftHead):
         raise ValueError("an EAGLE-3 head has its own output layer: its draft vocabulary cannot be changed")
 
     def read(self, features: Tensor) -> Tensor:
-        return self.fc(features[..., : self.fc.in_features])
+        features = features[..., : self.fc.in_features]
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(features)
 
     def forward(
         self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None,
         cache: TreeCache | None = None,
     ) -> Tensor:
-        """The layer's hidden states [B, T, D], see `DraftHead`."""
+        """The layer's hidden states [B, T, D], with `norm_output` normalised, see `DraftHead`."""
+        states = self._layer_states(features, tokens, positions, mask, cache)
+        return self.norm(states) if self.norm_output else states
+
+    def _layer_states(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None,
+    ) -> Tensor:
         if self.computes_fused(cache):
             wide = torch.promote_types(features.dtype, torch.float32)
             normed = self.hidden_norm(features.to(wide))
@@ -120,7 +151,7 @@ class Eagle3Head(DraftHead):
         )
 
     def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        normed = self.norm(predicted)
+        normed = predicted if self.norm_output else self.norm(predicted)
         return output(normed) if self.lm_head is None else self.lm_head(normed).float()
 
 

@@ -1,7 +1,7 @@
 """Export a draft head in the layout of a server.
 
-The three servers read the same tensors. They differ in the file, the name of the architecture, and the treatment of
-`fc`'s bias. Of the servers only vLLM's CPU build was tested (`make test-vllm`).
+Three servers read the same tensors. They differ in the file, the name of the architecture, and the treatment of `fc`'s
+bias; llama.cpp reads a GGUF file (`llama_cpp.py`). vLLM's CPU build (`make test-vllm`) and llama.cpp were tested.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..models.loading import load_target
 from .checkpoint import load_head, require_empty, save_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
+from .llama_cpp import write_gguf
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ LAYOUTS: dict[str, Layout] = {
     "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False, eagle3=True,
                    activations=("silu",)),
 }
+LLAMA_CPP = "llama.cpp"
 
 
 def has_trained_bias(head: DraftHead) -> bool:
@@ -66,22 +68,27 @@ def export_head(
     A reduced draft vocabulary is exported if the server supports it, and otherwise omitted with a warning.
 
     Args:
-        source: a head for `load_head`. to: a name in LAYOUTS.
-        target: source of the embeddings, if the server needs them and the head has none.
+        source: a head for `load_head`. to: a name in LAYOUTS, or llama.cpp.
+        directory: a new or empty folder; for llama.cpp the file to write, NAME.gguf.
+        target: source of the embeddings, if the server needs them and the head has none; for llama.cpp the target's
+            GGUF file.
 
     Raises:
         ValueError: the server is unknown, or does not support the head (EAGLE-3, the activation), or would drop its
-            trained bias; embeddings are missing; or the folder is not empty.
+            trained bias; embeddings are missing; or the folder is not empty. For llama.cpp see `write_gguf`.
+        ImportError: see `write_gguf`.
         OSError: `directory` cannot be written.
     """
+    if to == LLAMA_CPP:
+        return write_gguf(load_head(source), source, directory, target, dtype)
     if to not in LAYOUTS:
-        raise ValueError(f"unknown format {to!r}; accepted: {', '.join(LAYOUTS)}")
+        raise ValueError(f"unknown format {to!r}; accepted: {', '.join((*LAYOUTS, LLAMA_CPP))}")
     require_empty(directory)
     layout, head = LAYOUTS[to], load_head(source)
     eagle3 = isinstance(head, Eagle3Head)
     if eagle3 and not layout.eagle3:
-        raise ValueError(f"{source} is an EAGLE-3 head, which can be exported to "
-                         f"{', '.join(name for name, each in LAYOUTS.items() if each.eagle3)} only, got {to}")
+        accepted = [*(name for name, each in LAYOUTS.items() if each.eagle3), LLAMA_CPP]
+        raise ValueError(f"{source} is an EAGLE-3 head, which can be exported to {', '.join(accepted)} only, got {to}")
     if layout.activations and head.config.hidden_act not in layout.activations:
         raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "
                          f"{' and '.join(layout.activations)} only")

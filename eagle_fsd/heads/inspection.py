@@ -14,7 +14,7 @@ from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .export import LAYOUTS, Layout, has_trained_bias
-from .layouts import LAYER_IDS
+from .layouts import LAYER_IDS, NORMS
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ def inspect_head(
     if eagle3:
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
+        variant = [name for name in (*NORMS, "norm_before_residual", "qk_norm") if getattr(config, name, False)]
+        facts["variant"] = ", ".join(variant) or "as published by its authors"
         facts["reads"] = f"the inputs of layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
     problems = {} if eagle3 else {

@@ -19,9 +19,20 @@ from .eagle3 import Eagle3Head
 
 log = logging.getLogger(__name__)
 
-# Fields of config.json that change what an EAGLE-3 head computes without a key of their own in the weights.
-VARIANTS = ("norm_output", "fc_norm", "use_aux_norm", "norm_before_fc", "parallel_drafting")
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # with the keys of Llama's layer, they compute the same
+# Fields of config.json that change what an EAGLE-3 head computes, with the weights that also imply them.
+NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight", "norm_output": None}
+OLD_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # of SGLang
+# Drafters that are no EAGLE heads, by a part of their names in config.json; the variants of DFlash before DFlash.
+DRAFTERS = {
+    "dspark": "DSpark, a DFlash drafter whose draft tokens depend on the one before by a Markov head",
+    "domino": "Domino, a DFlash drafter whose draft tokens depend on those before by a recurrent layer",
+    "xpress": "XPress, a DFlash drafter whose blocks are refined in several passes",
+    "dflash": "DFlash, a block-diffusion drafter: one forward fills in all masked tokens of a block",
+    "peagle": "P-EAGLE (arXiv 2602.01469), a parallel drafter: one forward predicts all draft tokens, and a learned "
+              "state stands for those not known yet",
+    "mtp": "MTP, layers for multi-token prediction of one target, with inputs of their own",
+}
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # they compute the same, but for norms of queries and keys
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "layers.0."
 # Tensors that a head does not need: the tokens of d2t as a mask, parts of the target, values that the config implies.
@@ -40,6 +51,7 @@ def read_fields(path: str) -> dict:
         raise ValueError(f"{path} is no Llama config: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no Llama config: it contains a {type(fields).__name__}")
+    check_drafter(fields, path)
     kind = fields.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(f"{path} has the speculators_model_type {kind!r}; only eagle3 is supported")
@@ -50,24 +62,50 @@ def read_fields(path: str) -> dict:
         raise ValueError(f"{path} has the speculators_model_type eagle3, but no transformer_layer_config")
     if fields.get("norm_before_residual") is None:
         raise ValueError(f"{path} has no norm_before_residual, for which programs have different defaults: add it")
-    own = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", LAYER_IDS, *VARIANTS)
+    own = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", LAYER_IDS, *NORMS)
     return {**layer, **{name: fields.get(name) for name in own}}
+
+
+def eagle_config(fields: dict) -> dict:
+    """The fields that SGLang, SpecForge and ModelOpt nest."""
+    nested = fields.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def check_drafter(fields: dict, path: str) -> None:
+    """Raise ValueError for a drafter that is no EAGLE head, with what it is."""
+    architectures = fields.get("architectures")
+    names = [fields.get("speculators_model_type"), *(architectures if isinstance(architectures, list) else ())]
+    name = " ".join(map(str, names)).lower().replace("-", "")
+    parallel = fields.get("parallel_drafting") or eagle_config(fields).get("parallel_drafting")
+    marks = {"dspark": "markov_rank" in fields, "dflash": "dflash_config" in fields, "peagle": parallel}
+    kind = next((kind for kind in DRAFTERS if kind in name or marks.get(kind)), None)
+    if kind is not None:
+        raise ValueError(not_eagle(kind, path))
+
+
+def not_eagle(kind: str, path: str) -> str:
+    return f"{path} is of {DRAFTERS[kind]}; accepted: EAGLE-1/2 and EAGLE-3 heads, which draft token after token"
 
 
 def plain_names(state: dict[str, Tensor], path: str) -> dict[str, Tensor]:
     """The tensors of the head, under this library's names.
 
     Raises:
-        ValueError: two tensors get the same name, or there are other layers than layer 0.
+        ValueError: two tensors get the same name, there are other layers than layer 0, or it is no EAGLE head.
     """
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         plain = name.removeprefix("model.")
         plain = LAYER + plain.removeprefix("midlayer.") if plain.startswith("midlayer.") else plain
+        old = plain.partition(".")[0]
+        plain = OLD_NAMES.get(old, old) + plain.removeprefix(old)
         if plain in tensors:
             raise ValueError(f"{path} contains {plain} twice, once as {name}")
         if not UNUSED.fullmatch(plain):
             tensors[plain] = value
+    if "mask_hidden" in tensors:
+        raise ValueError(not_eagle("peagle", path))
     layers = sorted({int(match[1]) for match in map(re.compile(r"layers\.(\d+)\.").match, tensors) if match})
     if layers not in ([], [0]):
         numbers = ", ".join(map(str, layers))
@@ -86,16 +124,20 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
     Raises:
         ValueError: not a Llama config, or an unsupported variant.
     """
-    nested = fields.get("eagle_config")  # of SGLang, SpecForge and ModelOpt
-    nested = nested if isinstance(nested, dict) else {}
-    variant = next((name for name in VARIANTS if fields.get(name) or nested.get(name)), None)
-    if variant is not None:
-        raise ValueError(f"{path} is an unsupported variant of EAGLE-3: it has {variant}")
+    nested = eagle_config(fields)
     layer, eagle3 = fields.get("model_type") or "llama", is_eagle3(state)
     if eagle3 and layer not in LLAMA_LIKE:
         raise ValueError(f"{path} has a layer of type {layer!r}; accepted: {', '.join(LLAMA_LIKE)}")
+    if eagle3 and fields.get("layer_types") == ["sliding_attention"]:
+        raise ValueError(f"{path} has layer_types ['sliding_attention']; accepted: ['full_attention'], because heads "
+                         "here attend to the whole text")
+    if eagle3 and nested.get("use_aux_hidden_state") is False:
+        raise ValueError(f"{path} has use_aux_hidden_state false; accepted: heads that read several target layers")
+    norms = {name: bool(nested.get(name, fields.get(name))) or weight in state for name, weight in NORMS.items()}
+    norms["fc_norm"] |= bool(fields.get("use_aux_norm"))  # its name in older files of SGLang
     queries, output = (f"{LAYER}self_attn.{name}_proj.bias" in state for name in "qo")
     from_weights = {"num_hidden_layers": 1, "layer_types": None, "qkv_bias": queries and not output,
+                    "qk_norm": LAYER + "self_attn.q_norm.weight" in state or None,
                     "attention_bias": output, "mlp_bias": LAYER + "mlp.down_proj.bias" in state}
     try:
         layers = fields.get(LAYER_IDS)
@@ -105,7 +147,8 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
             log.info("%s does not list the target layers that the head reads: using 2, n/2 and n-3 of n", path)
         rows = state["lm_head.weight"].shape[0] if "lm_head.weight" in state else None
         size = (fields.get("draft_vocab_size") or rows) if eagle3 else None
-        own = {LAYER_IDS: layers if eagle3 else None, "draft_vocab_size": size}
+        own = {LAYER_IDS: layers if eagle3 else None, "draft_vocab_size": size,
+               **{name: eagle3 and on or None for name, on in norms.items()}}
         # A null in a published config means the default.
         return LlamaConfig(**{name: value for name, value in {**fields, **own, **from_weights}.items()
                               if name not in ("bias", "model_type") and value is not None})
