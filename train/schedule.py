@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.config import TrainingConfig
-from train.documents import Documents
+from eagle_fsd.data.documents import Documents
+
+from .config import TrainingConfig
 
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 

@@ -1,20 +1,23 @@
-"""What `train.check_head` says of heads and datasets: each fault is found, and named."""
+"""What `eagle-fsd heads check` says of heads and texts: each fault is found, and named."""
 
 import copy
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from served import SMALL
 from test_prepare_data import chat, rows
-from tiny import tiny_trainable_pair
+from tiny import save_pair, tiny_trainable_pair
 
 import eagle_fsd
-from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.cli import main
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.encoding import encode_dataset
 from eagle_fsd.heads.eagle import DraftHead
-from train.check_head import GOOD, Findings, examine, main, verdicts
-from train.encoding import encode_dataset
+from eagle_fsd.measure.diagnosis import GOOD, Findings, examine, verdicts
 from train.objectives import OBJECTIVES, AlignedLoss
 
 
@@ -51,12 +54,12 @@ def model():
 
 def test_what_is_counted(model):
     """Its own greedy text is its most likely, another's is not; agreement is that of drafts that `generate` accepts."""
-    words, header = ("ab", "cd", "ef"), model.tokenizer("<bot>", add_special_tokens=False)["input_ids"]
+    words = ("ab", "cd", "ef")
     own = [eagle_fsd.generate(chat(word), model, max_new_tokens=24, stop_token_ids=[]).text for word in words]
     for texts, share in ((own, 1.0), (["zyx wvu"] * 3, 0.0)):
         chats = [chat(word, text) for word, text in zip(words, texts, strict=True)]
         documents, _ = encode_dataset(rows(*chats), model.tokenizer, max_length=64)
-        found = examine(model.draft, model.target, documents, range(3), header)
+        found = examine(model, documents)
         assert (found.documents, found.with_header, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
         assert (found.surprise > found.entropy) == (share == 0.0) == (found.own < found.likeliest)
@@ -64,17 +67,23 @@ def test_what_is_counted(model):
 
 
 def test_the_command(model, tmp_path, capsys):
-    model.target.model.save_pretrained(tmp_path / "target")
-    model.tokenizer.save_pretrained(tmp_path / "target")
-    save_head(model.draft, tmp_path / "head")
-    documents, _ = encode_dataset(rows(chat("hi", "yes")), model.tokenizer, max_length=24)
+    """It reads a dataset's last documents, a file's first ones, or answers that the target writes now."""
+    save_pair(tmp_path, model)
+    documents, _ = encode_dataset(rows(chat("a", "no no"), chat("hi", "yes")), model.tokenizer, max_length=24)
     documents.save(tmp_path / "data")
-    command = [word for flag, folder in (("--target", "target"), ("--draft", "head"), ("--data", "data"))
-               for word in (flag, str(tmp_path / folder))]
-    assert main(command) == 0
-    assert "4 in 1 documents" in (said := capsys.readouterr().out) and "\n- " in said
-    assert main([*command, "--documents", "0"]) == 2
-    assert "documents must be at least 1, got 0" in capsys.readouterr().err
+    (tmp_path / "chats.jsonl").write_text("".join(
+        json.dumps({"messages": chat(*turns)}) + "\n" for turns in (("hi", "yes"), ("a", "no no"))))
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ab"}\n')
+    command = ["heads", "check", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"),
+               "--device", "cpu", "--documents", "1", "--max-new-tokens", "8"]
+    for flag, name, said in (("--data", "data", "4 in 1 documents"), ("--data", "chats.jsonl", "4 in 1 documents"),
+                             ("--questions", "questions.jsonl", "most likely to the target:  100.0%")):
+        assert main([*command, flag, str(tmp_path / name)]) == 0
+        assert said in (shown := capsys.readouterr().out) and "\n- " in shown, shown
+    for bad, said in ((["--documents", "0"], "--documents must be at least 1, got 0"),
+                      ([], "pass either --data or --questions"), (["--data", "nowhere"], "nowhere is neither a file"),
+                      (["--data", str(tmp_path / "data"), "--draft", str(tmp_path / "target")], "got a causal LM")):
+        assert main([*command, *bad]) == 2 and said in capsys.readouterr().err
 
 
 PROMPTS = ("What is {} + {}?", "Count from {} to {}.", "A shop has {} pens and sells {}. How many are left?")
@@ -140,6 +149,6 @@ def halves_changed(head):
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""
     pair, documents = small[:2]
-    header = pair.tokenizer("<|assistant|>", add_special_tokens=False)["input_ids"]
-    found = verdicts(examine(made(small), pair.target, documents, range(56, 72), header), False)
+    held_out = Documents.of(documents.document(index) for index in range(56, 72))
+    found = verdicts(examine(replace(pair, draft=made(small)), held_out), False)
     assert found == [] if said is None else len(found) == 1 and said in found[0], found
