@@ -77,15 +77,20 @@ class CheckCommand:
     pair: Loading = Loading()
 
     def run(self) -> None:
+        from ..data.documents import is_dataset
+        from ..data.questions import read_questions
         from ..heads.eagle3 import Eagle3Head
         from ..measure.diagnosis import GOOD, answer_questions, examine, read_documents, verdicts
 
         check_counts(self, "documents", "max_new_tokens")
         if (self.data is None) == (self.questions is None):
             raise ValueError("pass either --data or --questions")
+        questions = None if self.questions is None else read_questions(self.questions)[: self.documents]
+        if self.data is not None and not (self.data.is_file() or is_dataset(self.data)):
+            raise ValueError(f"--data {self.data} is neither a file nor a dataset of train.prepare_data")
         model = self.pair.load(CPU_TREE)
-        documents = (answer_questions(model, self.questions, self.documents, self.max_new_tokens) if self.questions
-                     else read_documents(self.data, self.documents, model.tokenizer))
+        documents = (read_documents(self.data, self.documents, model.tokenizer) if questions is None
+                     else answer_questions(model, questions, self.max_new_tokens))
         found = examine(model, documents)
         count, good = found.tokens, " ".join(f"{each:.2f}" for each in GOOD)
         agreed = " ".join(f"{each / count:.2f}" for each in found.agreed.tolist())

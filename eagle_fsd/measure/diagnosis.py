@@ -5,6 +5,7 @@ D hidden size, V vocabulary, F width of the target's features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..api import generate
 from ..data.conversations import TOKEN_IDS, Record, read_records
-from ..data.documents import Documents, is_dataset
+from ..data.documents import Documents
 from ..data.encoding import ANYTHING, encode_dataset, render
 from ..data.progress import Progress
-from ..data.questions import read_questions
+from ..data.questions import Question
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import Eagle3Head
 from ..heads.unrolling import unroll
@@ -64,24 +65,18 @@ def read_documents(data: Path, most: int, tokenizer: PreTrainedTokenizerBase) ->
     conversations or text (see `read_records`).
 
     Raises:
-        ValueError: the path is neither, the dataset is damaged, or nothing in the file can be used.
+        ValueError: the dataset is damaged, or nothing in the file can be used.
     """
-    if is_dataset(data):
+    if data.is_dir():
         documents = Documents.load(data)
         return Documents.of(documents.document(index) for index in range(len(documents))[-most:])
-    if not data.is_file():
-        raise ValueError(f"{data} is neither a file nor a dataset of train.prepare_data")
     documents, _ = encode_dataset(islice(read_records(str(data)), most), tokenizer, max_length=MAX_LENGTH, quiet=True)
     return documents
 
 
-def answer_questions(model: EagleModel, questions: Path, most: int, max_new_tokens: int) -> Documents:
-    """The target's greedy answers to the first turns of at most so many questions, as documents.
-
-    Raises:
-        ValueError: see `read_questions` and `generate`.
-    """
-    chats = [[{"role": "user", "content": question.turns[0]}] for question in read_questions(questions)[:most]]
+def answer_questions(model: EagleModel, questions: Sequence[Question], max_new_tokens: int) -> Documents:
+    """The target's greedy answers to the first turns of questions, as documents."""
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in questions]
     answers = generate(chats, model, max_new_tokens=max_new_tokens, acceptance="exact")
     records = [Record(messages=[*chat, {"role": "assistant", "content": answer.text, TOKEN_IDS: answer.token_ids}])
                for chat, answer in zip(chats, answers, strict=True)]
