@@ -30,6 +30,7 @@ def findings(**changes):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
+    ({"tokens": 99, "shifted": torch.tensor([60.0, 80, 20])}, "99 tokens are too few for a verdict"),
     ({"with_header": 7}, "2 of 9 documents lack the target's chat template"),
     ({"surprise": 120.0, "own": 50}, r"did not write these answers \(its cross-entropy on them is 1.20 nats"),
     ({"shifted": torch.tensor([60.0, 80, 20])}, r"off by one.*\(0.89, in decoding 0.67\)"),
@@ -37,7 +38,7 @@ def findings(**changes):
     ({"lengths": 300.0}, "3.00 times as long"),
     ({"agreed": 60 * torch.tensor([0.3, 0.4, 0.5, 0.6, 0.6])}, r"reads its own predictions \(0.36\) than .* \(0.18\)"),
     ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
-    ({"covered": 80}, "covers 80.0% of the tokens"),
+    ({"covered": 80}, "cannot draft 20.0% of the tokens"),
     ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"positions \[1, 2, 3, 4, 5\]: train longer, on"),
     ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"positions \[4, 5\]: train longer, then with aligned"),
 ])
@@ -144,7 +145,7 @@ def halves_changed(head):
     (lambda small: published(small, lambda head: head.layers[0].mlp.down_proj.weight.neg_()), "hardly ever agrees"),
     (lambda small: published(small, halves_changed), "hardly ever agrees"),
     (lambda small: trained(small, 0), "hardly ever agrees"),
-    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "use a larger one"),
+    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "cannot draft"),
 ], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""

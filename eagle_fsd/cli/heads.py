@@ -99,7 +99,8 @@ class CheckCommand:
               f"target's cross-entropy:     {found.surprise / count:.2f} nats per token; entropy "
               f"{found.entropy / count:.2f}\n"
               f"in the draft vocabulary:    {found.covered / count:.1%}\n"
-              f"agreement, position 1 to 5: {agreed} (SmolLM2's bundled head: {good})")
+              f"agreement, position 1 to 5: {agreed} (SmolLM2's bundled head, on text like that\n"
+              f"                            it learned: {good})")
         for verdict in verdicts(found, isinstance(model.draft, Eagle3Head)) or ["no fault was detected"]:
             print(f"- {verdict}")
 

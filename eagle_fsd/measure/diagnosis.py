@@ -27,6 +27,7 @@ from ..heads.unrolling import unroll
 from ..pair import EagleModel
 
 MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset
+LEAST = 100  # tokens without which there is no verdict
 STEPS = 5  # positions in a chain of drafts; from the second on the head reads its own predictions
 FOREIGN = 1.3  # cross-entropy over entropy: 1.0 for text that the target sampled, less for its greedy answers
 GOOD = (0.68, 0.59, 0.54, 0.53, 0.52)  # agreement of SmolLM2's bundled head on 24 held-out documents
@@ -143,6 +144,8 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
 def verdicts(totals: Findings, eagle3: bool) -> list[str]:
     """Likely causes of a weak head, in words; an empty list if there is none."""
     count, agreed = totals.tokens, (totals.agreed / totals.tokens).tolist()
+    if count < LEAST:
+        return [f"{count} tokens are too few for a verdict: pass a text with at least {LEAST} learned tokens"]
     causes = []
     if totals.with_header < totals.documents:
         causes.append(f"{totals.documents - totals.with_header} of {totals.documents} documents lack the target's chat "
@@ -167,7 +170,8 @@ def verdicts(totals: Findings, eagle3: bool) -> list[str]:
         causes.append(f"the head agrees more often if it reads its own predictions ({agreed[-1]:.2f}) than the "
                       f"target's features ({agreed[0]:.2f}): it was trained with another norm or layer")
     if totals.covered / count < COVERED:
-        causes.append(f"the draft vocabulary covers {totals.covered / count:.1%} of the tokens: use a larger one")
+        causes.append(f"the head cannot draft {1 - totals.covered / count:.1%} of the tokens: with a larger draft "
+                      "vocabulary more are accepted, and drafting is slower")
     low = [position + 1 for position, (mine, good) in enumerate(zip(agreed, GOOD, strict=True)) if mine < 0.9 * good]
     if low and not causes:
         causes.append(f"the head agrees less often than SmolLM2's bundled head at positions {low}: " + (
