@@ -10,15 +10,16 @@ import pytest
 import torch
 from served import SMALL
 from test_prepare_data import chat, rows
-from tiny import save_pair, tiny_trainable_pair
+from tiny import NAMED, random_head, save_pair, tiny_target, tiny_trainable_pair
 
 import eagle_fsd
+from eagle_fsd import EagleModel
 from eagle_fsd.cli import main
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.diagnosis import GOOD, Findings, examine, verdicts
-from train.objectives import OBJECTIVES, AlignedLoss
+from train.objectives import OBJECTIVES, AlignedLoss, Objective
 
 
 def findings(**changes):
@@ -54,7 +55,7 @@ def model():
 
 
 def test_what_is_counted(model):
-    """Its own greedy text is its most likely, another's is not; agreement is that of drafts that `generate` accepts."""
+    """Its own greedy text is its most likely, another's is not."""
     words = ("ab", "cd", "ef")
     own = [eagle_fsd.generate(chat(word), model, max_new_tokens=24, stop_token_ids=[]).text for word in words]
     for texts, share in ((own, 1.0), (["zyx wvu"] * 3, 0.0)):
@@ -64,7 +65,22 @@ def test_what_is_counted(model):
         assert (found.documents, found.with_header, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
         assert (found.surprise > found.entropy) == (share == 0.0) == (found.own < found.likeliest)
-        assert found.agreed.shape == (5,) and 0 <= found.agreed.min() and found.agreed.max() <= found.tokens
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_agreement_is_that_of_training(model, eagle3):
+    """Training counts it from the stock decoder's features, document by document."""
+    head = random_head(NAMED) if eagle3 else model.draft
+    pair = EagleModel.from_parts(tiny_target(num_hidden_layers=7), head, model.tokenizer)
+    documents, _ = encode_dataset(rows(chat("ab", "abc de f"), chat("cd", "gh i")), model.tokenizer, max_length=64)
+    loss = AlignedLoss(head.eval(), Objective(soft_ce=1.0, aligned_steps=5), pair.target.logits)
+    expected = torch.zeros(5)
+    for index in range(2):
+        tokens, learned = (torch.from_numpy(array) for array in documents.collate(np.asarray([index])))
+        with torch.no_grad():
+            expected += loss(pair.target.features(tokens, use_cache=False), tokens, learned)[1]
+    found = examine(pair, documents)
+    assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
 
 
 def test_the_command(model, tmp_path, capsys):
