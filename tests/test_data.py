@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from train.documents import Documents
+from eagle_fsd.data.documents import Documents
 
 
 def of(*documents: list[int]) -> Documents:

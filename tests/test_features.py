@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny import tiny_target
 
+from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.models.target import TargetModel
-from train.documents import Documents
 from train.features import main, write_features
 from train.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 

@@ -9,13 +9,13 @@ from transformers import LlamaConfig
 
 from eagle_fsd import EagleModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.heads.unrolling import aligned_mask
 from eagle_fsd.models.target import OutputRows
 from train.objectives import (
     OBJECTIVES,
     TERMS,
     AlignedLoss,
     Objective,
-    aligned_mask,
     make_objective,
     objective_text,
     term_sums,

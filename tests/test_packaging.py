@@ -16,14 +16,19 @@ PACKAGES = {"prometheus_client": "prometheus-client"}  # installed as
 
 
 @pytest.fixture(scope="module")
-def declared():
-    """The arguments of `setup()`."""
-    given = {}
+def setup_names():
+    """The names of setup.py; `declared`: the arguments of `setup()`."""
+    names = {"__file__": "setup.py"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setuptools, "setup", lambda **options: given.update(options))
+        patch.setattr(setuptools, "setup", lambda **options: names.update(declared=options))
         patch.chdir(ROOT)
-        exec(compile((ROOT / "setup.py").read_text(), str(ROOT / "setup.py"), "exec"), {"__file__": "setup.py"})
-    return given
+        exec(compile((ROOT / "setup.py").read_text(), str(ROOT / "setup.py"), "exec"), names)
+    return names
+
+
+@pytest.fixture()
+def declared(setup_names):
+    return setup_names["declared"]
 
 
 def names(requirements):
@@ -75,13 +80,29 @@ def test_packaged_data_is_there(declared):
     assert f"class {name}" in path.read_text(encoding="utf-8")
 
 
+def test_the_index_page_links_to_files_of_the_version(setup_names):
+    """The package index shows README.md without the repository around it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [setup_names["index_page"](readme, url, "1.2") for url in ("https://hub.org/us/it", "")]
+    links = [re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", page) for page in (readme, *pages)]
+    assert len(links[0]) == len(links[1]) > len(links[2])
+    for (_, before), (picture, after) in zip(*links[:2], strict=True):
+        kind, path, heading = re.fullmatch(r"https://hub.org/us/it/(raw|blob)/v1.2/([^#]*)(#.*)?|.*", after).groups()
+        assert after == before if kind is None else (ROOT / path).is_file() and (kind == "raw") == bool(picture)
+        assert (heading or "") in before
+    assert all(link.startswith("http") for _, link in links[1] + links[2])
+    blocks = [re.findall("```.*?```", page, re.DOTALL) for page in (readme, *pages)]
+    assert blocks[0] == blocks[1] == blocks[2]
+
+
 @pytest.mark.slow
 def test_what_is_installed_generates_outside_the_checkout(tmp_path):
-    """What a wheel holds, where nothing of the checkout is found: generating, the command line and its data."""
+    """What a wheel holds, where nothing of the checkout is found: generating, training, the command line, its data."""
     build = ["setup.py", "-q", "build", "--build-base", str(tmp_path / "build"), "--build-lib", str(tmp_path / "site")]
     subprocess.run([sys.executable, *build], cwd=ROOT, check=True, capture_output=True)
     save_pair(tmp_path, tiny_chat_pair())
-    code = ("import eagle_fsd; from eagle_fsd.cli import main; assert 'site' in eagle_fsd.__file__; main(['heads']); "
+    code = ("import eagle_fsd, eagle_fsd.train.train_draft_head; from eagle_fsd.cli import main; "
+            "assert 'site' in eagle_fsd.__file__; main(['heads']); "
             "model = eagle_fsd.load('target', 'head', tree=None); "
             "print(len(eagle_fsd.generate('hello', model, max_new_tokens=8).token_ids))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,

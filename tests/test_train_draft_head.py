@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
 import eagle_fsd
+from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head, save_head
@@ -38,7 +39,6 @@ from eagle_fsd.models.target import TargetModel
 from eval import study
 from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
-from train.documents import Documents
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch

@@ -23,12 +23,12 @@ from transformers import PreTrainedTokenizerBase
 from eagle_fsd import EagleModel
 from eagle_fsd.api import decode_requests, with_options
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
+from eagle_fsd.data.encoding import ANYTHING, render
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.measure.statistics import repetition
 from eagle_fsd.requests import make_requests
-from train.encoding import ANYTHING, render
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from eagle_fsd.checks import check_choice, require_integer, require_number
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.drafting.config import TreeConfig
-from train.objectives import OBJECTIVES, Objective, make_objective, objective_text
+
+from .objectives import OBJECTIVES, Objective, make_objective, objective_text
 
 # An objective on the command line: a name, fields, or a name and changed fields.
 ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(

@@ -27,11 +27,12 @@ from eagle_fsd.heads.catalogue import hub_id_of
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.records import save_plot
-from train.config import TrainingConfig
-from train.objectives import objective_text
-from train.states import Logs
-from train.stopping import StopRequest
-from train.trainer import Trainer
+
+from .config import TrainingConfig
+from .objectives import objective_text
+from .states import Logs
+from .stopping import StopRequest
+from .trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 

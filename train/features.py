@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
+from eagle_fsd.data.documents import Documents, split_by_size
 from eagle_fsd.data.files import only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
@@ -31,8 +32,8 @@ from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from train.documents import Documents, split_by_size
-from train.teacher import OnlineFeatures, load_quantized, read_index, shard_path
+
+from .teacher import OnlineFeatures, load_quantized, read_index, shard_path
 
 log = logging.getLogger("train.features")
 
@@ -186,7 +187,7 @@ def run(arguments: Arguments) -> None:
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     return exit_status(
-        "train.features", lambda: run(parse_options(Arguments, program="python -m train.features")),
+        __spec__.name, lambda: run(parse_options(Arguments, program=f"python -m {__spec__.name}")),
         stopped="stopped; the same command continues",
     )
 

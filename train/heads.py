@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
+from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.layouts import LAYER_IDS
-from train.config import SIZES, TrainingConfig
-from train.documents import Documents
-from train.teacher import TargetEnds
+
+from .config import SIZES, TrainingConfig
+from .teacher import TargetEnds
 
 # Fields that a head's config inherits from the target's.
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",

@@ -3,11 +3,8 @@
 B batch, T tokens of a row, M learned positions, D hidden size, F width of the target's features (`TargetModel`),
 V target vocabulary, R draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
 
-Training unrolls the head as decoding does. In step 1 it reads the target's features. In step s its input at each
-position is its own prediction from step s - 1 for the position before. For the last s - 1 positions, attention sees the
-keys of the steps in which the decoder would have drafted them (a diagonal of each step's keys); further back, it sees
-those of the target's features. One step is the published EAGLE-1/2 training. Several steps are HASS (arXiv 2408.15766,
-section 3.2) or, without feature regression, the training of EAGLE-3 (arXiv 2503.01840, section 3.2).
+Training unrolls the head as decoding does (`eagle_fsd.heads.unrolling`). One step is the published EAGLE-1/2 training.
+Several steps are HASS or, without feature regression, the training of EAGLE-3.
 
 With a reduced draft vocabulary, p and q are distributions over its R tokens, as in EAGLE-3's training. Positions whose
 token is not in it are skipped, and the rest of the target's output layer is not computed.
@@ -20,12 +17,11 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from eagle_fsd.checks import require_integer, require_number
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.models.masks import additive
+from eagle_fsd.heads.unrolling import unroll
 
 MOST_STEPS = 32  # each step needs the memory of one more forward pass
 
@@ -150,19 +146,6 @@ def term_sums(
     return total
 
 
-def aligned_mask(length: int, step: int, device: torch.device) -> Tensor:
-    """[1, T, step * T] bool, the keys of all steps so far that each query of aligned step `step` (1-based) sees.
-
-    The query at position i represents a tree node `step - 1` levels below position i - step + 1. It sees the target's
-    features up to that position (keys of step 1), then one key of each later step on its own path: key i - step + s of
-    step s, for s = 2 .. step.
-    """
-    i = torch.arange(length, device=device)[:, None]
-    j = torch.arange(length, device=device)[None, :]
-    blocks = [j <= i - (step - 1), *(j == i - (step - s) for s in range(2, step + 1))]
-    return torch.cat(blocks, 1)[None]
-
-
 class AlignedLoss(nn.Module):
     """The objective over all aligned steps, in one module: data parallelism needs a single forward pass per step.
 
@@ -196,30 +179,18 @@ class AlignedLoss(nn.Module):
         With a `logit_stride`, the latter are estimates from some of the positions.
         """
         logits_of, objective = self._logits[0], self.objective
-        # Position i pairs feature i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2.
         read = features if noise is None else features + noise
-        inputs, following = self.head.read(read[:, :-2]), tokens[:, 1:-1]
         true_features, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
-        first, length = inputs[:, :1], inputs.shape[1]
-        positions = torch.arange(length, device=tokens.device)[None]
+        positions = torch.arange(chosen.shape[1], device=tokens.device)[None]
         compared = chosen & (positions % objective.logit_stride == self.residue)
         compared &= self.head.names(tokens[:, 2:])
         with torch.no_grad():
             p = self.head.target_logits(true_features[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
-        kind = tokens.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        needs_mask = self.head.config._attn_implementation == "eager"  # sdpa is causal by itself, without a mask
-        cache, loss, agreement = DynamicCache(), p.new_zeros(()), []
-        for step in range(1, objective.aligned_steps + 1):
-            mask = None
-            if step > 1 or needs_mask:
-                mask = additive(aligned_mask(length, step, tokens.device), dtype)
-            predicted = self.head(inputs, following, positions, mask, cache)
+        loss, agreement = p.new_zeros(()), []
+        for step, predicted in enumerate(unroll(self.head, read, tokens, objective.aligned_steps)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
                 log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
             terms = term_sums(objective, predicted[chosen], true_features[chosen], log_q, p)
-            loss = loss + objective.step_decay ** (step - 1) * terms
+            loss = loss + objective.step_decay**step * terms
             agreement.append((log_q.argmax(-1) == p.argmax(-1)).sum() * objective.logit_stride)
-            # The next step's input at i is this step's prediction for i, made at i - 1; position 0 keeps the true one.
-            inputs = torch.cat([first.to(predicted.dtype), predicted[:, :-1]], 1)
         return loss, torch.stack(agreement)

@@ -24,6 +24,8 @@ from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import Record, read_records
+from eagle_fsd.data.documents import check_folder
+from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
@@ -31,9 +33,8 @@ from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading import set_attention
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel
-from train.answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
-from train.documents import check_folder
-from train.encoding import check_tokenizer, encode_dataset
+
+from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 
 EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 
@@ -238,8 +239,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     for client in ("httpx", "httpx2"):  # which log every request
         logging.getLogger(client).setLevel(logging.WARNING)
-    return exit_status("train.prepare_data", lambda: print(json.dumps(
-        run(parse_options(Arguments, program="python -m train.prepare_data")), indent=1)))
+    return exit_status(__spec__.name, lambda: print(json.dumps(
+        run(parse_options(Arguments, program=f"python -m {__spec__.name}")), indent=1)))
 
 
 if __name__ == "__main__":

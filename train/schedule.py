@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.config import TrainingConfig
-from train.documents import Documents
+from eagle_fsd.data.documents import Documents
+
+from .config import TrainingConfig
 
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 
@@ -45,7 +46,7 @@ class DocumentSplit:
             return cls(documents, np.arange(count), held_out, np.arange(min(config.eval_documents, len(held_out))))
         kept = min(config.eval_documents, count // 10)
         if kept < 1:
-            raise ValueError(f"{config.data} has {count} documents, too few to hold some out: pass eval_data")
+            raise ValueError(f"{config.data} has {count} documents, 10 are needed to hold one out: add --eval-data")
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
     def prompts(self, tokens: int) -> list[list[int]]:

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from eagle_fsd.data.files import append_lines, read_lines, write_lines
-from train.config import TrainingConfig
-from train.stopping import any_process
-from train.trainer import Trainer
+
+from .config import TrainingConfig
+from .stopping import any_process
+from .trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 

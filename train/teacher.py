@@ -16,13 +16,14 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from eagle_fsd.data.documents import Documents
 from eagle_fsd.loading import pack_early
 from eagle_fsd.models.linear import check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_logits
 from eagle_fsd.pair import EagleModel
-from train.config import TrainingConfig
-from train.documents import Documents
+
+from .config import TrainingConfig
 
 
 class TargetEnds(nn.Module):

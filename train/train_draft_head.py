@@ -23,17 +23,18 @@ import tyro
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.data.documents import is_dataset
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.loading import bfloat16_is_faster
-from train import features, prepare_data
-from train.config import RECIPES, TrainingConfig
-from train.documents import is_dataset
-from train.evaluation import Evaluation
-from train.states import Logs, fixed_settings, resume, save_state
-from train.stopping import StopRequest, any_process
-from train.trainer import Trainer, make_accelerator
+
+from . import features, prepare_data
+from .config import RECIPES, TrainingConfig
+from .evaluation import Evaluation
+from .states import Logs, fixed_settings, resume, save_state
+from .stopping import StopRequest, any_process
+from .trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
 
@@ -160,8 +161,8 @@ def main() -> int:
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every saved file
-    return exit_status("train.train_draft_head", lambda: train(parse_options(
-        kind, words, program="python -m train.train_draft_head", description=__doc__)), also=(FloatingPointError,),
+    return exit_status(__spec__.name, lambda: train(parse_options(
+        kind, words, program=f"python -m {__spec__.name}", description=__doc__)), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
 

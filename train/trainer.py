@@ -16,11 +16,12 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from train.config import TrainingConfig
-from train.heads import new_head, set_draft_vocabulary
-from train.objectives import AlignedLoss
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
-from train.teacher import Teacher
+
+from .config import TrainingConfig
+from .heads import new_head, set_draft_vocabulary
+from .objectives import AlignedLoss
+from .schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
+from .teacher import Teacher
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:

@@ -1,4 +1,4 @@
-"""The command line `eagle-fsd`: one file per command; the four commands for draft heads share one."""
+"""The command line `eagle-fsd`: one file per command; the commands for draft heads share one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .chat import ChatCommand
 from .demo import DemoCommand
 from .exits import exit_status
 from .generate import GenerateCommand
-from .heads import ExportCommand, HeadsCommand, InspectCommand, VocabCommand
+from .heads import CheckCommand, ExportCommand, HeadsCommand, InspectCommand, VocabCommand
 from .serve import ServeCommand
 from .tune import TuneCommand
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "demo": DemoCommand,
     "serve": ServeCommand,
     "heads": HeadsCommand,
+    "heads check": CheckCommand,
     "calibrate": CalibrateCommand,
     "tune": TuneCommand,
     "inspect": InspectCommand,
@@ -45,9 +46,10 @@ def parse(argv: Sequence[str]) -> Command:
     Raises:
         SystemExit: 0 after --help; 2 after a message about an unknown word or an invalid value.
     """
-    if argv and argv[0] in COMMANDS:
+    command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in COMMANDS), None)
+    if command is not None:
         try:
-            return parse_options(COMMANDS[argv[0]], argv[1:], program=f"eagle-fsd {argv[0]}")
+            return parse_options(COMMANDS[command], argv[len(command.split()) :], program=f"eagle-fsd {command}")
         except SystemExit as end:
             for flag in dict.fromkeys(word.partition("=")[0] for word in (argv if end.code else ())):
                 instead = as_flags(REPLACEMENTS.get(flag.lstrip("-").replace("-", "_"), "")) if flag[:1] == "-" else ""

@@ -1,4 +1,4 @@
-"""`eagle-fsd heads`, `inspect`, `export` and `vocab`: list, check and convert draft heads."""
+"""`eagle-fsd heads`, `heads check`, `inspect`, `export` and `vocab`: list, check and convert draft heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, create_mutex_group
 
+from ..drafting.config import CPU_TREE
 from ..heads.catalogue import known_heads
+from .arguments import Loading
+from .exits import check_counts
 
 KINDS = {"eagle": "EAGLE-1/2", "eagle3": "EAGLE-3"}
 ONE_SIZE = create_mutex_group(required=False)
@@ -18,7 +21,7 @@ ONE_SIZE = create_mutex_group(required=False)
 
 @dataclass(frozen=True)
 class HeadsCommand:
-    """List the known published heads with their kind, licence and source.
+    """List the known published heads with their kind, licence and source. `eagle-fsd heads check` diagnoses one head.
 
     Args:
         target: only heads for targets whose id contains this text.
@@ -49,6 +52,57 @@ class HeadsCommand:
         print("\n* is used without --draft; so is the only head of a target. The licences are those on the hub.")
         for number, (source, day) in enumerate(sources, 1):
             print(f"[{number}] {source}, accessed on {day}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """Diagnose a draft head whose tokens are rarely accepted: compare its predictions with the target's on a text.
+
+    Prints how likely the text is to the target, how many of its tokens the head can draft, and how often the head's
+    best token is the target's at positions 1 to 5 of a chain of drafts. Then names what is wrong: a text that the
+    target did not write, another chat template, features of another layer or position, a small draft vocabulary, or
+    too little training. Reads either --data or --questions.
+
+    Args:
+        data: text that the head did not learn: ShareGPT, messages or text file, or dataset of train.prepare_data.
+        questions: questions that the target answers first, greedily: JSON lines of prompts, MT-Bench, GSM8K, HumanEval.
+        documents: number of conversations or questions: the first of a file, the last of a dataset.
+        max_new_tokens: most tokens of each answer to --questions.
+    """
+
+    data: Path | None = None
+    questions: Path | None = None
+    documents: int = 32
+    max_new_tokens: int = 128
+    pair: Loading = Loading()
+
+    def run(self) -> None:
+        from ..data.documents import is_dataset
+        from ..data.questions import read_questions
+        from ..heads.eagle3 import Eagle3Head
+        from ..measure.diagnosis import GOOD, answer_questions, examine, read_documents, verdicts
+
+        check_counts(self, "documents", "max_new_tokens")
+        if (self.data is None) == (self.questions is None):
+            raise ValueError("pass either --data or --questions")
+        questions = None if self.questions is None else read_questions(self.questions)[: self.documents]
+        if self.data is not None and not (self.data.is_file() or is_dataset(self.data)):
+            raise ValueError(f"--data {self.data} is neither a file nor a dataset of train.prepare_data")
+        model = self.pair.load(CPU_TREE)
+        documents = (read_documents(self.data, self.documents, model.tokenizer) if questions is None
+                     else answer_questions(model, questions, self.max_new_tokens))
+        found = examine(model, documents)
+        count, good = found.tokens, " ".join(f"{each:.2f}" for each in GOOD)
+        agreed = " ".join(f"{each / count:.2f}" for each in found.agreed.tolist())
+        print(f"learned tokens:             {count} in {found.documents} documents\n"
+              f"most likely to the target:  {found.own / count:.1%}\n"
+              f"target's cross-entropy:     {found.surprise / count:.2f} nats per token; entropy "
+              f"{found.entropy / count:.2f}\n"
+              f"in the draft vocabulary:    {found.covered / count:.1%}\n"
+              f"agreement, position 1 to 5: {agreed} (SmolLM2's bundled head, on text like that\n"
+              f"                            it learned: {good})")
+        for verdict in verdicts(found, isinstance(model.draft, Eagle3Head)) or ["no fault was detected"]:
+            print(f"- {verdict}")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.conversations import read_records
+from ..data.documents import Documents, is_dataset
 
 log = logging.getLogger(__name__)
 BLOCK = 1024  # tokens; every tenth block is held out to measure the coverage
@@ -94,8 +95,9 @@ def count_tokens(
 
 def _tokens_of(source: Path, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[np.ndarray]:
     """The tokens of each answer or plain text, without those of the chat template."""
-    if (source / "learned.npy").is_file():
-        yield np.load(source / "tokens.npy")[np.load(source / "learned.npy")]
+    if is_dataset(source):
+        documents = Documents.load(source)
+        yield documents.tokens[documents.learned]
         return
     if not source.is_file():
         raise ValueError(f"{source} is neither a file nor a dataset of train.prepare_data")

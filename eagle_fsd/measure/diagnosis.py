@@ -1,38 +1,33 @@
-"""Diagnose a weak draft head: whether the target wrote a dataset, and how well the head predicts it.
+"""Diagnose a weak draft head: whether the target wrote a text, and how well the head predicts the target on it.
 
-    python -m train.check_head --target T --draft HEAD --data data/own
-
-D hidden size, V vocabulary.
+D hidden size, V vocabulary, F width of the target's features.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd.checks import require_integer
-from eagle_fsd.cli.arguments import parse_options
-from eagle_fsd.cli.exits import exit_status
-from eagle_fsd.data.gguf import target_source
-from eagle_fsd.data.progress import Progress
-from eagle_fsd.heads.catalogue import default_target
-from eagle_fsd.heads.checkpoint import load_head
-from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.models.loading import load_target
-from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
-from train.documents import Documents
-from train.encoding import ANYTHING, render
-from train.objectives import AlignedLoss, Objective
+from ..api import generate
+from ..data.conversations import TOKEN_IDS, Record, read_records
+from ..data.documents import Documents
+from ..data.encoding import ANYTHING, encode_dataset, render
+from ..data.progress import Progress
+from ..data.questions import Question
+from ..heads.eagle import DraftHead
+from ..heads.eagle3 import Eagle3Head
+from ..heads.unrolling import unroll
+from ..pair import EagleModel
 
+MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset
+LEAST = 100  # tokens without which there is no verdict
 STEPS = 5  # positions in a chain of drafts; from the second on the head reads its own predictions
 FOREIGN = 1.3  # cross-entropy over entropy: 1.0 for text that the target sampled, less for its greedy answers
 GOOD = (0.68, 0.59, 0.54, 0.53, 0.52)  # agreement of SmolLM2's bundled head on 24 held-out documents
@@ -45,25 +40,6 @@ TOO_LONG = 1.4
 RISING = 0.05  # most by which agreement may rise from the first position to the last
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Diagnose a weak draft head.
-
-    Args:
-        target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
-        draft: directory or Hub ID of the head.
-        data: dataset from train.prepare_data, preferably one that the head did not learn.
-        documents: number of documents to read, from the dataset's end.
-        trust_remote_code: run code from the target's repository.
-    """
-
-    target: str | None = None
-    draft: str
-    data: Path
-    documents: int = 32
-    trust_remote_code: bool = False
-
-
 @dataclass
 class Findings:
     """Sums over learned tokens."""
@@ -74,38 +50,68 @@ class Findings:
     entropy: float = 0.0  # entropy of p, nats
     likeliest: float = 0.0  # max p: the expected value of `own` in text that the target has sampled
     covered: int = 0  # tokens in the draft vocabulary
-    agreed: Tensor | None = None  # [STEPS] positions where the head's best token is the target's
+    # [STEPS] of these, where the head's best token is the target's at each step of a chain of drafts
+    agreed: Tensor = field(default_factory=lambda: torch.zeros(STEPS))
     # [3] the same where another learned token follows: with the features as in decoding; with each token's own feature
     # beside it; and with its own feature, but compared with the target's best token one position later.
-    shifted: Tensor | None = None
+    shifted: Tensor = field(default_factory=lambda: torch.zeros(3))
     followed: int = 0  # tokens that another learned token follows
     lengths: float = 0.0  # norms of predicted features over norms of true ones
     documents: int = 0
     with_header: int = 0  # documents with the chat template's text before an answer
 
 
-@torch.no_grad()
-def examine(
-    head: DraftHead, target: TargetModel, documents: Documents, chosen: Sequence[int], header: Sequence[int]
-) -> Findings:
-    """Compare the predictions of head and target on the answers in a dataset.
+def read_documents(data: Path, most: int, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """At most so many documents: the last ones of a dataset by train.prepare_data, or the first ones of a file of
+    conversations or text (see `read_records`).
 
-    Args:
-        chosen: indices of the documents to read.
-        header: tokens that the chat template puts before each answer.
+    Raises:
+        ValueError: the dataset is damaged, or nothing in the file can be used.
     """
-    totals, loss = Findings(), AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=STEPS), target.logits)
-    for index in Progress(chosen, desc="documents", unit="document"):
-        tokens, learned = (torch.from_numpy(array).to(target.device)
-                           for array in documents.collate(np.asarray([index])))  # [1, T]
+    if data.is_dir():
+        documents = Documents.load(data)
+        return Documents.of(documents.document(index) for index in range(len(documents))[-most:])
+    documents, _ = encode_dataset(islice(read_records(str(data)), most), tokenizer, max_length=MAX_LENGTH, quiet=True)
+    return documents
+
+
+def answer_questions(model: EagleModel, questions: Sequence[Question], max_new_tokens: int) -> Documents:
+    """The target's greedy answers to the first turns of questions, as documents."""
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    answers = generate(chats, model, max_new_tokens=max_new_tokens, acceptance="exact")
+    records = [Record(messages=[*chat, {"role": "assistant", "content": answer.text, TOKEN_IDS: answer.token_ids}])
+               for chat, answer in zip(chats, answers, strict=True)]
+    documents, _ = encode_dataset(records, model.tokenizer, max_length=MAX_LENGTH, quiet=True)
+    return documents
+
+
+@torch.no_grad()
+def examine(model: EagleModel, documents: Documents) -> Findings:
+    """Compare the predictions of head and target on the learned tokens of documents.
+
+    Raises:
+        ValueError: the drafter is not a head, or no token is learned.
+    """
+    head, target = model.draft, model.target
+    if not isinstance(head, DraftHead):
+        raise ValueError("only draft heads can be checked, got " + ("no drafter" if head is None else "a causal LM"))
+    if not documents.learnable(range(len(documents))):
+        raise ValueError("the documents have no learned token")
+    question = [{"role": "user", "content": ANYTHING}]
+    header = model.tokenizer(render(model.tokenizer, question, True).rpartition(ANYTHING)[2],
+                             add_special_tokens=False)["input_ids"]
+    totals, device = Findings(), target.output_device
+    for index in Progress(range(len(documents)), desc="documents", unit="document"):
+        tokens, learned = map(torch.from_numpy, documents.collate(np.asarray([index])))  # [1, T]
         totals.documents += 1
         text = tokens[0].tolist()
-        totals.with_header += any(text[at : at + len(header)] == list(header) for at in range(len(text)))
+        totals.with_header += any(text[at : at + len(header)] == header for at in range(len(text)))
         learned[:, :2] = False  # two tokens must come before
-        at = learned[0].nonzero().flatten()  # [M]
-        if not len(at):
+        if not learned.any():
             continue
-        features = target.features(tokens, use_cache=False)  # [1, T, F]
+        features = target.prefill(tokens.to(target.device), target.new_cache(len(text))).to(device)  # [1, T, F]
+        tokens, learned = tokens.to(device), learned.to(device)
+        at = learned[0].nonzero().flatten()  # [M]
         log_p = target.logits(features[0, at - 1]).float().log_softmax(-1)  # [M, V]
         best = log_p.argmax(-1)
         totals.tokens += len(at)
@@ -113,23 +119,24 @@ def examine(
         totals.surprise -= float(log_p.gather(1, tokens[0, at, None]).sum())
         totals.entropy -= float((log_p.exp() * log_p).sum())
         totals.likeliest += float(log_p.amax(-1).exp().sum())
-        totals.covered += int(head.names(tokens[0, at]).sum())
-        agreed = loss(features, tokens, learned)[1]
-        totals.agreed = agreed if totals.agreed is None else totals.agreed + agreed
+        covered = at[head.names(tokens[0, at])]
+        totals.covered += len(covered)
+        likeliest = head.target_logits(features[0, covered - 1, -head.target_hidden_size :], target.logits).argmax(-1)
+        totals.agreed += torch.stack([
+            (head.own_logits(predicted[0, covered - 2], target.logits).argmax(-1) == likeliest).sum()
+            for predicted in unroll(head, features, tokens, STEPS)]).cpu()
         inner = at[learned[0].roll(-1)[at]]
         after, counted = target.logits(features[0, inner]).argmax(-1), torch.isin(at, inner)
-        shifted = torch.zeros(3)
         for shift in (0, 1):  # as in decoding, and with each token's own feature beside it
             inputs, following = head.read(features[:, shift : shift - 2 or None]), tokens[:, 1:-1]
-            positions = torch.arange(following.shape[1], device=at.device)[None]
+            positions = torch.arange(following.shape[1], device=device)[None]
             predicted = head(inputs, following, positions)[0, at - 2]  # [M, D]
             token = head.named(head.own_logits(predicted, target.logits).argmax(-1))
-            shifted[shift] = (token == best)[counted].sum()
+            totals.shifted[shift] += (token == best)[counted].sum().cpu()
             if shift:
-                shifted[2] = (token[counted] == after).sum()
+                totals.shifted[2] += (token[counted] == after).sum().cpu()
             elif not isinstance(head, Eagle3Head):
                 totals.lengths += float((predicted.norm(dim=-1) / features[0, at - 1].norm(dim=-1)).sum())
-        totals.shifted = shifted if totals.shifted is None else totals.shifted + shifted
         totals.followed += len(inner)
     return totals
 
@@ -137,6 +144,8 @@ def examine(
 def verdicts(totals: Findings, eagle3: bool) -> list[str]:
     """Likely causes of a weak head, in words; an empty list if there is none."""
     count, agreed = totals.tokens, (totals.agreed / totals.tokens).tolist()
+    if count < LEAST:
+        return [f"{count} tokens are too few for a verdict: pass a text with at least {LEAST} learned tokens"]
     causes = []
     if totals.with_header < totals.documents:
         causes.append(f"{totals.documents - totals.with_header} of {totals.documents} documents lack the target's chat "
@@ -161,52 +170,11 @@ def verdicts(totals: Findings, eagle3: bool) -> list[str]:
         causes.append(f"the head agrees more often if it reads its own predictions ({agreed[-1]:.2f}) than the "
                       f"target's features ({agreed[0]:.2f}): it was trained with another norm or layer")
     if totals.covered / count < COVERED:
-        causes.append(f"the draft vocabulary covers {totals.covered / count:.1%} of the tokens: use a larger one")
+        causes.append(f"the head cannot draft {1 - totals.covered / count:.1%} of the tokens: with a larger draft "
+                      "vocabulary more are accepted, and drafting is slower")
     low = [position + 1 for position, (mine, good) in enumerate(zip(agreed, GOOD, strict=True)) if mine < 0.9 * good]
     if low and not causes:
         causes.append(f"the head agrees less often than SmolLM2's bundled head at positions {low}: " + (
             "train longer, on more of the target's own answers" if low[0] == 1
             else "train longer, then with aligned steps (--objective hass)"))
     return causes
-
-
-def run(arguments: Arguments) -> None:
-    """Print statistics and verdicts.
-
-    Raises:
-        ValueError: target, head and dataset do not match, or the dataset has no learned token.
-    """
-    require_integer("documents", arguments.documents, 1)
-    documents = Documents.load(arguments.data)
-    place, trusted = target_source(arguments.target or default_target()), arguments.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
-    head = load_head(arguments.draft).eval().float()
-    model, _ = load_target(place, dtype="float32", trust_remote_code=trusted)
-    pair = EagleModel.from_parts(model, head)
-    chosen = range(len(documents))[-arguments.documents :]
-    question = [{"role": "user", "content": ANYTHING}]
-    header = tokenizer(render(tokenizer, question, True).rpartition(ANYTHING)[2], add_special_tokens=False)["input_ids"]
-    totals = examine(pair.draft, pair.target, documents, chosen, header)
-    if not totals.tokens:
-        raise ValueError(f"{arguments.data} has no learned token in its last {arguments.documents} documents")
-    count = totals.tokens
-    for name, value in {
-        "learned tokens": f"{count} in {totals.documents} documents",
-        "most likely to the target": f"{totals.own / count:.1%}",
-        "target's cross-entropy": f"{totals.surprise / count:.2f} nats per token; entropy {totals.entropy / count:.2f}",
-        "in the draft vocabulary": f"{totals.covered / count:.1%}",
-        "agreement, position 1 to 5": " ".join(f"{each / count:.2f}" for each in totals.agreed.tolist())
-        + f" (SmolLM2's bundled head: {' '.join(f'{each:.2f}' for each in GOOD)})",
-    }.items():
-        print(f"{name + ':':<28}{value}")
-    for verdict in verdicts(totals, isinstance(head, Eagle3Head)) or ["no fault was detected"]:
-        print(f"- {verdict}")
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return exit_status(
-        "train.check_head", lambda: run(parse_options(Arguments, words, program="python -m train.check_head")))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,21 +1,25 @@
-"""What `train.check_head` says of heads and datasets: each fault is found, and named."""
+"""What `eagle-fsd heads check` says of heads and texts: each fault is found, and named."""
 
 import copy
+import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from served import SMALL
 from test_prepare_data import chat, rows
-from tiny import tiny_trainable_pair
+from tiny import NAMED, random_head, save_pair, tiny_target, tiny_trainable_pair
 
 import eagle_fsd
-from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd import EagleModel
+from eagle_fsd.cli import main
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.encoding import encode_dataset
 from eagle_fsd.heads.eagle import DraftHead
-from train.check_head import GOOD, Findings, examine, main, verdicts
-from train.encoding import encode_dataset
-from train.objectives import OBJECTIVES, AlignedLoss
+from eagle_fsd.measure.diagnosis import GOOD, Findings, examine, verdicts
+from train.objectives import OBJECTIVES, AlignedLoss, Objective
 
 
 def findings(**changes):
@@ -27,6 +31,7 @@ def findings(**changes):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
+    ({"tokens": 99, "shifted": torch.tensor([60.0, 80, 20])}, "99 tokens are too few for a verdict"),
     ({"with_header": 7}, "2 of 9 documents lack the target's chat template"),
     ({"surprise": 120.0, "own": 50}, r"did not write these answers \(its cross-entropy on them is 1.20 nats"),
     ({"shifted": torch.tensor([60.0, 80, 20])}, r"off by one.*\(0.89, in decoding 0.67\)"),
@@ -34,7 +39,7 @@ def findings(**changes):
     ({"lengths": 300.0}, "3.00 times as long"),
     ({"agreed": 60 * torch.tensor([0.3, 0.4, 0.5, 0.6, 0.6])}, r"reads its own predictions \(0.36\) than .* \(0.18\)"),
     ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
-    ({"covered": 80}, "covers 80.0% of the tokens"),
+    ({"covered": 80}, "cannot draft 20.0% of the tokens"),
     ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"positions \[1, 2, 3, 4, 5\]: train longer, on"),
     ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"positions \[4, 5\]: train longer, then with aligned"),
 ])
@@ -50,31 +55,52 @@ def model():
 
 
 def test_what_is_counted(model):
-    """Its own greedy text is its most likely, another's is not; agreement is that of drafts that `generate` accepts."""
-    words, header = ("ab", "cd", "ef"), model.tokenizer("<bot>", add_special_tokens=False)["input_ids"]
+    """Its own greedy text is its most likely, another's is not."""
+    words = ("ab", "cd", "ef")
     own = [eagle_fsd.generate(chat(word), model, max_new_tokens=24, stop_token_ids=[]).text for word in words]
     for texts, share in ((own, 1.0), (["zyx wvu"] * 3, 0.0)):
         chats = [chat(word, text) for word, text in zip(words, texts, strict=True)]
         documents, _ = encode_dataset(rows(*chats), model.tokenizer, max_length=64)
-        found = examine(model.draft, model.target, documents, range(3), header)
+        found = examine(model, documents)
         assert (found.documents, found.with_header, found.covered) == (3, 3, found.tokens)
         assert abs(found.own / found.tokens - share) < 0.2
         assert (found.surprise > found.entropy) == (share == 0.0) == (found.own < found.likeliest)
-        assert found.agreed.shape == (5,) and 0 <= found.agreed.min() and found.agreed.max() <= found.tokens
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_agreement_is_that_of_training(model, eagle3):
+    """Training counts it from the stock decoder's features, document by document."""
+    head = random_head(NAMED) if eagle3 else model.draft
+    pair = EagleModel.from_parts(tiny_target(num_hidden_layers=7), head, model.tokenizer)
+    documents, _ = encode_dataset(rows(chat("ab", "abc de f"), chat("cd", "gh i")), model.tokenizer, max_length=64)
+    loss = AlignedLoss(head.eval(), Objective(soft_ce=1.0, aligned_steps=5), pair.target.logits)
+    expected = torch.zeros(5)
+    for index in range(2):
+        tokens, learned = (torch.from_numpy(array) for array in documents.collate(np.asarray([index])))
+        with torch.no_grad():
+            expected += loss(pair.target.features(tokens, use_cache=False), tokens, learned)[1]
+    found = examine(pair, documents)
+    assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
 
 
 def test_the_command(model, tmp_path, capsys):
-    model.target.model.save_pretrained(tmp_path / "target")
-    model.tokenizer.save_pretrained(tmp_path / "target")
-    save_head(model.draft, tmp_path / "head")
-    documents, _ = encode_dataset(rows(chat("hi", "yes")), model.tokenizer, max_length=24)
+    """It reads a dataset's last documents, a file's first ones, or answers that the target writes now."""
+    save_pair(tmp_path, model)
+    documents, _ = encode_dataset(rows(chat("a", "no no"), chat("hi", "yes")), model.tokenizer, max_length=24)
     documents.save(tmp_path / "data")
-    command = [word for flag, folder in (("--target", "target"), ("--draft", "head"), ("--data", "data"))
-               for word in (flag, str(tmp_path / folder))]
-    assert main(command) == 0
-    assert "4 in 1 documents" in (said := capsys.readouterr().out) and "\n- " in said
-    assert main([*command, "--documents", "0"]) == 2
-    assert "documents must be at least 1, got 0" in capsys.readouterr().err
+    (tmp_path / "chats.jsonl").write_text("".join(
+        json.dumps({"messages": chat(*turns)}) + "\n" for turns in (("hi", "yes"), ("a", "no no"))))
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ab"}\n')
+    command = ["heads", "check", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"),
+               "--device", "cpu", "--documents", "1", "--max-new-tokens", "8"]
+    for flag, name, said in (("--data", "data", "4 in 1 documents"), ("--data", "chats.jsonl", "4 in 1 documents"),
+                             ("--questions", "questions.jsonl", "most likely to the target:  100.0%")):
+        assert main([*command, flag, str(tmp_path / name)]) == 0
+        assert said in (shown := capsys.readouterr().out) and "\n- " in shown, shown
+    for bad, said in ((["--documents", "0"], "--documents must be at least 1, got 0"),
+                      ([], "pass either --data or --questions"), (["--data", "nowhere"], "nowhere is neither a file"),
+                      (["--data", str(tmp_path / "data"), "--draft", str(tmp_path / "target")], "got a causal LM")):
+        assert main([*command, *bad]) == 2 and said in capsys.readouterr().err
 
 
 PROMPTS = ("What is {} + {}?", "Count from {} to {}.", "A shop has {} pens and sells {}. How many are left?")
@@ -135,11 +161,11 @@ def halves_changed(head):
     (lambda small: published(small, lambda head: head.layers[0].mlp.down_proj.weight.neg_()), "hardly ever agrees"),
     (lambda small: published(small, halves_changed), "hardly ever agrees"),
     (lambda small: trained(small, 0), "hardly ever agrees"),
-    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "use a larger one"),
+    (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "cannot draft"),
 ], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""
     pair, documents = small[:2]
-    header = pair.tokenizer("<|assistant|>", add_special_tokens=False)["input_ids"]
-    found = verdicts(examine(made(small), pair.target, documents, range(56, 72), header), False)
+    held_out = Documents.of(documents.document(index) for index in range(56, 72))
+    found = verdicts(examine(replace(pair, draft=made(small)), held_out), False)
     assert found == [] if said is None else len(found) == 1 and said in found[0], found
