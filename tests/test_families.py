@@ -1,4 +1,4 @@
-"""The families of targets: which decode losslessly, which are refused and why; docs/results/families.md says what was found.
+"""The families of targets: which decode losslessly, which are refused and why; docs/results/families.md has the tables.
 
 `pytest tests/test_families.py --write-tables` writes the tables there.
 """
