@@ -1,4 +1,4 @@
-"""The code of the pages runs, on a tiny pair in place of the one that a page loads, and their commands parse."""
+"""The code of the pages runs, on a small pair in place of the one that a page loads, and their commands parse."""
 
 import importlib
 import re
@@ -16,6 +16,7 @@ from eagle_fsd.cli import parse
 from eagle_fsd.cli.arguments import parse_options
 
 ROOT = Path(__file__).parents[1]
+PAIRS = ROOT / "tests" / "pairs"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -34,7 +35,7 @@ def run(page, place=""):
 @pytest.mark.parametrize("page", [page for page in PAGES if "eagle_fsd.load(" in "".join(blocks(page, "python"))],
                          ids=lambda page: page.stem)
 def test_python_runs(page, monkeypatch):
-    pair = tiny_chat_pair(max_position_embeddings=512)
+    pair = eagle_fsd.load(PAIRS / "small-target", PAIRS / "small-draft", dtype="float32", device="cpu", tree=None)
     monkeypatch.setattr(eagle_fsd, "load", lambda *args, **options: pair)
     assert run(page)["model"] is pair
 
