@@ -49,19 +49,22 @@ def depth():
 
 def frontier():
     """What each setting costs, over its time per answer, one panel per task."""
-    figure, panels = pyplot.subplots(2, 3, figsize=(12, 7), layout="constrained")
-    for axes, (title, (name, column, label)) in zip(panels.flat, TASKS.items(), strict=True):
+    figure, panels = pyplot.subplots(3, 2, figsize=(9, 10.5), layout="constrained")
+    for axes, (title, (name, column, label)) in zip(panels.T.flat, TASKS.items(), strict=True):
         for row in stored(name)["all"]:
             if row["method"].startswith("tilt"):
                 continue  # removed since
             low, high = row["time_interval"]
-            bars = [[row["time"] - low], [high - row["time"]]]
-            axes.errorbar(row["time"], 100 * row[column], xerr=bars, marker="o", elinewidth=0.8,
+            bars = {"xerr": [[row["time"] - low], [high - row["time"]]]}
+            if column == "accuracy" and row["method"] != "exact":  # the interval of its difference from exact
+                low, high = row["drop_interval"]
+                bars["yerr"] = [[100 * (high - row["drop"])], [100 * (row["drop"] - low)]]
+            axes.errorbar(row["time"], 100 * row[column], **bars, marker="o", elinewidth=0.8,
                           label=row["method"].replace("head_guard=none", "no guard").replace("temperature=", "at "))
         axes.set(title=title, ylabel=label)
-        axes.margins(y=0.35)
+        axes.margins(y=0.3)
         axes.legend(fontsize=8)
-    for axes in panels[1]:
+    for axes in panels[-1]:
         axes.set_xlabel("time per answer, relative to exact")
     save(figure, "frontier")
 
