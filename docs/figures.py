@@ -62,8 +62,8 @@ def frontier():
             axes.errorbar(row["time"], 100 * row[column], **bars, marker="o", elinewidth=0.8,
                           label=row["method"].replace("head_guard=none", "no guard").replace("temperature=", "at "))
         axes.set(title=title, ylabel=label)
-        axes.margins(y=0.3)
-        axes.legend(fontsize=8)
+        axes.margins(y=0.45)
+        axes.legend(fontsize=7, ncols=2, loc="upper center")
     for axes in panels[-1]:
         axes.set_xlabel("time per answer, relative to exact")
     save(figure, "frontier")
