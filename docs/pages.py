@@ -8,7 +8,7 @@ from mkdocs.structure.files import File, Files
 import eagle_fsd
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("*.md", "docs/*.md", "docs/*.svg", "checkpoints/*.md", "checkpoints/*/README.md")
+SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.svg", "checkpoints/*.md", "checkpoints/*/README.md", "eval/results/*.md")
 
 
 def on_files(files, config):
@@ -16,6 +16,11 @@ def on_files(files, config):
              for pattern in SHOWN for path in sorted(ROOT.glob(pattern))]
     theme = [each for each in files if not each.src_uri.endswith((".md", ".py", ".svg"))]
     return Files([*theme, *shown, File.generated(config, "docs/api.md", content=reference())])
+
+
+def on_page_markdown(markdown, page, config, files):
+    if page.file.src_uri.startswith("eval/results/"):
+        page.meta["search"] = {"exclude": True}  # records, linked from docs/results/
 
 
 def reference():

@@ -9,7 +9,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-tables", action="store_true", help="write docs/families.md from what the tests find")
+    parser.addoption("--write-tables", action="store_true", help="write docs/results/families.md from what they find")
 
 
 def pytest_collection_modifyitems(items):

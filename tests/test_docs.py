@@ -1,17 +1,23 @@
-"""The code of the pages runs as it stands, on a tiny pair in the place of the one that a page loads."""
+"""The code of the pages runs, on a small pair in place of the one that a page loads, and their commands parse."""
 
+import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from served import here
 from tiny import tiny_chat_pair
 
 import eagle_fsd
+import eval.command
 from eagle_fsd.cli import parse
+from eagle_fsd.cli.arguments import parse_options
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAIRS = ROOT / "tests" / "pairs"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 def blocks(page, *languages):
@@ -19,21 +25,45 @@ def blocks(page, *languages):
     return [code for language, code in found if language in languages]
 
 
-@pytest.mark.parametrize("names", [["README.md", "docs/python.md"], ["docs/index.md"], ["docs/fuzzy.md"]])
-def test_python_runs(names, monkeypatch):
-    pair = tiny_chat_pair(max_position_embeddings=512)
-    monkeypatch.setattr(eagle_fsd, "load", lambda *args, **options: pair)
+def run(page, place=""):
     namespace = {}
-    for name in names:
-        for code in blocks(ROOT / name, "python"):
-            exec(compile(code, name, "exec"), namespace)
-    assert namespace["model"] is pair
+    for code in blocks(page, "python"):
+        exec(compile(code.replace("http://localhost:8000", place), page.name, "exec"), namespace)
+    return namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_accepted(page):
+@pytest.mark.parametrize("page", [page for page in PAGES if "eagle_fsd.load(" in "".join(blocks(page, "python"))],
+                         ids=lambda page: page.stem)
+def test_python_runs(page, monkeypatch):
+    pair = eagle_fsd.load(PAIRS / "small-target", PAIRS / "small-draft", dtype="float32", device="cpu", tree=None)
+    monkeypatch.setattr(eagle_fsd, "load", lambda *args, **options: pair)
+    assert run(page)["model"] is pair
+
+
+def test_clients_run():
+    with here(tiny_chat_pair(max_position_embeddings=512)) as server:
+        answer = run(ROOT / "docs" / "serving.md", server.url)["answer"]
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens is not None
+
+
+class Parsed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_are_accepted(page, monkeypatch):
+    def stop(*args, **options):
+        raise Parsed(parse_options(*args, **options))
+
+    monkeypatch.setattr(eval.command, "parse_options", stop)
     for code in blocks(page, "sh", "bash"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["eagle-fsd"] and "--help" not in words:
                 parse(words[1:])
+            if words[:2] == ["python", "-m"] and words[2].startswith(("eval.", "train.")):
+                module = importlib.import_module(words[2])
+                monkeypatch.setattr(module, "parse_options", stop, raising=False)
+                monkeypatch.setattr(sys, "argv", words[2:])
+                with pytest.raises(Parsed):
+                    module.main()

@@ -1,4 +1,4 @@
-"""The families of targets: which decode losslessly, which are refused and why; docs/families.md says what was found.
+"""The families of targets: which decode losslessly, which are refused and why; docs/results/families.md has the tables.
 
 `pytest tests/test_families.py --write-tables` writes the tables there.
 """
@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from eagle_fsd.pair import EagleModel
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 NEW = 16  # with the prompt more than three times the windows
 HEADINGS = {
     "supported": ["family", "class", "layers", "reach of a layer", "sdpa", "eager", "transformers"],

@@ -11,7 +11,7 @@ from .rule import Custom, Rule
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
 }
-REMOVED = {"tilt": "'fsd', which was as fast and lost less (docs/fuzzy.md)"}  # rules of earlier versions -> substitutes
+REMOVED = {"tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)"}  # earlier rules
 
 
 def make_rule(

@@ -55,7 +55,7 @@ class FuzzyRule(Rule):
     """A rule that may accept children other than the target's own token: fuzzy steps.
 
     Only tokens that the draft head proposed may be fuzzy. A token copied from the text is accepted only if the target
-    draws it; otherwise an uncertain target could be led to repeat its own text (docs/fuzzy.md).
+    draws it; otherwise an uncertain target could be led to repeat its own text (docs/results/fuzzy.md).
 
     Args:
         head_guard: alpha in [0, 1]; a fuzzy step needs a target probability >= (1 - alpha) times that of the target's

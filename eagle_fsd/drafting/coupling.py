@@ -32,7 +32,7 @@ from .copies import Copies
 from .noise import gumbel_at, gumbel_noise
 
 TOGETHER = 4  # depths whose noise is computed in one call, in half the time of one call for each
-NOISE_WEIGHT = 0.7  # w: between the best values for SmolLM2's head (0.8) and Qwen2.5-Coder's (0.5), docs/performance.md
+NOISE_WEIGHT = 0.7  # w: the best are 0.8 for SmolLM2's head, 0.5 for Qwen2.5-Coder's (docs/results/sampling.md)
 
 
 @dataclass(frozen=True)
