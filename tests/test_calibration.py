@@ -17,6 +17,7 @@ from eagle_fsd.measure.comparison import compare, cross_fit_text, difference_tex
 from eagle_fsd.measure.levels import level_rows, level_table, shortened
 from eagle_fsd.measure.lost import lost_answers, lost_table
 from eagle_fsd.measure.methods import Answer, engine
+from eagle_fsd.measure.records import plot_comparison
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
     by_category,
@@ -94,7 +95,18 @@ def test_rows_are_paired_question_by_question(tmp_path):
     assert (half["lost"], half["gained"], half["drop"]) == (2, 0, 1 / 3) and half["accuracy"] == pytest.approx(2 / 3)
     assert half["bound"] == drop_bound(2, 0, 6) and half["drop_interval"] == drop_interval(2, 0, 6)
     assert half["tau"] is None  # not our engine
-    assert list(by_category([line | {"category": "all"} for line in found], "exact")) == ["all"]  # without categories
+    together = by_category([line | {"category": "all"} for line in found], "exact")  # without categories
+    assert list(together) == ["all"]
+    for line in found[1::2]:  # a category that is not graded
+        for record in line["methods"].values():
+            record["right"] = None
+    panels = by_category(found, "exact")
+    assert panels["all"][0]["accuracy"] == 1 and panels["odd"][0]["accuracy"] is None
+    widths = []
+    for name, shown in (("each", panels), ("one", together)):
+        plot_comparison(shown, "exact", tmp_path / f"{name}.png")
+        widths.append(int.from_bytes((tmp_path / f"{name}.png").read_bytes()[16:20], "big"))
+    assert widths == [15 * 130, 7 * 130]
 
 
 def test_accuracy_of_several_seeds_is_judged_question_by_question(tmp_path):

@@ -32,7 +32,7 @@ from eagle_fsd.models.linear import (
     pack_linears,
     packed_form,
 )
-from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.loading import cpu_dtype, load_target
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.pair import EagleModel
 
@@ -373,6 +373,17 @@ class TestFloat32OverWeightsOf16Bits:
             pair = eagle_fsd.load(target, head, device="cpu", tree=None, **options)
             assert pair.target.dtype == (torch.bfloat16 if pays else torch.float32)
             assert packed_form(pair.target.model) == options.get("quantization")
+
+    def test_the_processors_instructions_decide_not_its_load(self, monkeypatch):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        for known in ({"avx512_f": True}, {"avx512_bf16": True}, {"amx_bf16": True}, {"bf16": True}):
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
+            assert cpu_dtype(torch.bfloat16) == (torch.float32 if "avx512_f" in known else torch.bfloat16)
+            assert cpu_dtype(torch.float16) == torch.float32
+        monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older version of torch
+        for supported in (True, False):
+            monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+            assert (cpu_dtype(torch.bfloat16) == torch.bfloat16) == supported
 
     @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
     @pytest.mark.parametrize("family", ["llama", "gemma2"])  # fused, and by the stock decoder

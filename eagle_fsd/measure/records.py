@@ -138,17 +138,17 @@ def save_plot(path: Path, width: float, height: float, *panels: Callable[[Any], 
 
 
 def plot_comparison(rows: Mapping[str, Sequence[Mapping]], reference: str, path: Path) -> None:
-    """Plot each method's accuracy over its time per answer; without grading, its share of equal tokens.
+    """Plot each method's accuracy over its time per answer; where nothing is graded, its share of equal tokens.
 
     Args:
         rows: rows by category, "all" among them. Up to four timed categories get a panel each, and more get none.
     """
-    graded = all(row["accuracy"] is not None for row in rows["all"])
     timed = {name: lines for name, lines in rows.items() if name == "all" or lines[0]["timed"]}
     if len(timed) > 5:
         timed = {"all": rows["all"]}
 
     def draw(category: str, axes: Any) -> None:
+        graded = all(row["accuracy"] is not None for row in timed[category])
         for row in timed[category]:
             time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
             across = whiskers(time, row["time_interval"])

@@ -66,7 +66,9 @@ def bfloat16_is_faster() -> bool:
     With them bfloat16 is at least as fast as float32 for one row, whose time is that of reading the weights; without
     them it is several times slower. A measurement would make the dtype depend on what else the machine does.
     """
-    known = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
+    if not hasattr(torch.cpu, "get_capabilities"):  # older versions of torch; AMX came after AVX-512 BF16
+        return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+    known = torch.cpu.get_capabilities()
     return torch.backends.mkldnn.is_available() and any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
