@@ -8,7 +8,8 @@ from mkdocs.structure.files import File, Files
 import eagle_fsd
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.svg", "checkpoints/*.md", "checkpoints/*/README.md", "eval/results/*.md")
+SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.svg", "checkpoints/*.md", "checkpoints/*/README.md", "hub/*.md",
+         "eval/results/*.md")
 
 
 def on_files(files, config):
