@@ -162,8 +162,9 @@ def main() -> int:
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every saved file
+    about = __doc__.replace("-m train.", f"-m {__package__}.")
     return exit_status(__spec__.name, lambda: train(parse_options(
-        kind, words, program=f"python -m {__spec__.name}", description=__doc__)), also=(FloatingPointError,),
+        kind, words, program=f"python -m {__spec__.name}", description=about)), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
 

@@ -48,7 +48,7 @@ def write_gguf(source: str | Path, file: str | Path, target: str | Path | None, 
 
     Raises:
         ValueError: llama.cpp cannot compute this head, or it does not fit the target; the file exists, or its name does
-            not end in .gguf; `target` is no GGUF file, or `dtype` is not in TYPES.
+            not end in .gguf; `target` is no GGUF file, or `dtype` is not in TYPES. See also `load_head`.
         ImportError: the package gguf is missing.
         OSError: the file cannot be written.
     """

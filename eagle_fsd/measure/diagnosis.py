@@ -27,7 +27,7 @@ from ..pair import EagleModel
 from ..prompts import encode_prompts
 from ..requests import check_length
 
-MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset
+MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset, if the target has as many positions
 BATCH = 8  # questions that are answered together
 LEAST = 100  # tokens without which there is no verdict
 STEPS = 5  # positions in a chain of drafts; from the second on the head reads its own predictions
@@ -55,8 +55,9 @@ class Findings:
     # [STEPS] of these, where the head's best token is the target's best among the tokens that the head can draft, at
     # each step of a chain of drafts. Shares are of all tokens: a token that the head cannot draft counts as a miss.
     agreed: Tensor = field(default_factory=lambda: torch.zeros(STEPS))
-    # [3] the same where another learned token follows: with the features as in decoding; with each token's own feature
-    # beside it; and with its own feature, but compared with the target's best token one position later.
+    # [3] tokens that another learned token follows, where the head's best token is the target's best of all: with the
+    # features as in decoding; with each token's own feature beside it; and with its own feature, but compared with the
+    # target's best token one position later.
     shifted: Tensor = field(default_factory=lambda: torch.zeros(3))
     followed: int = 0  # tokens that another learned token follows
     lengths: float = 0.0  # norms of predicted features over norms of true ones
@@ -89,6 +90,7 @@ def read_documents(data: Path, most: int, model: EagleModel) -> Documents:
 
 
 def max_length(model: EagleModel) -> int:
+    """Most tokens of a document that is not from a dataset."""
     return min(MAX_LENGTH, model.target.max_positions or MAX_LENGTH)
 
 
