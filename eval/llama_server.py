@@ -22,7 +22,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from eagle_fsd.checks import require_integer
+from eagle_fsd.cli.exits import check_counts
 from eval.command import run_command
 
 
@@ -98,10 +98,9 @@ def run(args: ServerArguments) -> None:
             raise ValueError(f"{file} does not exist")
     if args.ngram and args.draft:
         raise ValueError("pass --ngram or --draft, not both")
-    if args.draft_tokens is not None:
-        if args.draft is None:
-            raise ValueError("--draft-tokens needs --draft")
-        require_integer("--draft-tokens", args.draft_tokens, 1)
+    if args.draft_tokens is not None and args.draft is None:
+        raise ValueError("--draft-tokens needs --draft")
+    check_counts(args, "draft_tokens")
     if args.convert is not None:
         if args.convert.exists():
             raise ValueError(f"{args.convert} already exists")

@@ -272,12 +272,16 @@ def test_what_llama_cpp_cannot_compute_is_refused(deep, tmp_path, make, message)
     assert not (tmp_path / "new").exists()
 
 
-def test_llama_cpp_needs_a_file_of_the_target(deep, tmp_path):
-    save_head(random_head(NAMED), tmp_path / "head")
-    for target, file, message in ((None, "a.gguf", "pass target, the GGUF file"),
-                                  (deep.parent, "a.gguf", "pass target"), (deep, "a", "reads a file NAME.gguf, got")):
+def test_llama_cpp_needs_a_file_of_the_target(deep, tmp_path, monkeypatch):
+    for target, file, message in ((None, "a.gguf", "pass target, the GGUF file"),  # all before the head is loaded
+                                  (deep.parent, "a.gguf", "pass target"), (deep, "a", "reads a file NAME.gguf, got"),
+                                  (deep, deep, "exists")):
         with pytest.raises(ValueError, match=message):
-            export_head(tmp_path / "head", "llama.cpp", tmp_path / file, target=target)
+            export_head(tmp_path / "absent", "llama.cpp", tmp_path / file, target=target)
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="needs the package gguf"):
+        patch.setattr("eagle_fsd.heads.llama_cpp.find_spec", lambda name: None)
+        export_head(tmp_path / "absent", "llama.cpp", tmp_path / "a.gguf", target=deep)
+    save_head(random_head(NAMED), tmp_path / "head")
     mute = write(tmp_path / "mute.gguf", tiny_target(num_hidden_layers=8), tokens=False)
     with pytest.raises(ValueError, match="it has no tokenizer.ggml.tokens"):
         export_head(tmp_path / "head", "llama.cpp", tmp_path / "a.gguf", target=mute)

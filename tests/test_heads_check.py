@@ -17,8 +17,19 @@ from eagle_fsd import EagleModel
 from eagle_fsd.cli import main
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset
+from eagle_fsd.data.questions import Question
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.measure.diagnosis import GOOD, Findings, examine, verdicts
+from eagle_fsd.measure import diagnosis
+from eagle_fsd.measure.diagnosis import (
+    GOOD,
+    Findings,
+    answer_questions,
+    check_pair,
+    examine,
+    read_documents,
+    table,
+    verdicts,
+)
 from train.objectives import OBJECTIVES, AlignedLoss, Objective
 
 
@@ -47,6 +58,13 @@ def test_each_fault_is_named(changes, said):
     assert verdicts(findings(), False) == []
     (verdict,) = verdicts(findings(**changes), False)
     assert re.search(said, verdict)
+
+
+def test_the_table_shows_shares_of_all_tokens():
+    shown = table(findings(covered=80))
+    for line in ("100 in 9 documents", "target:  98.0%", "0.40 nats per token; entropy 0.90", "vocabulary:    80.0%",
+                 "1 to 5: 0.68 0.59 0.54 0.53 0.52 ("):
+        assert line in shown
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +101,40 @@ def test_agreement_is_that_of_training(model, eagle3):
     assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
 
 
-def test_the_command(model, tmp_path, capsys):
+def test_a_text_is_split_at_the_targets_positions_and_needs_no_chat_template(model, tmp_path):
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = None
+    (tmp_path / "book.txt").write_text("abc def. " * 60)  # a token per character
+    pair = replace(model, tokenizer=tokenizer)
+    documents = read_documents(tmp_path / "book.txt", 2, pair)
+    assert documents.lengths.tolist() == [model.target.max_positions] * 2
+    found = examine(pair, documents)
+    assert found.with_header == found.documents == 2
+
+
+def test_questions_are_answered_in_batches(model, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(diagnosis, "generate", lambda prompts, *args, **options: sizes.append(len(prompts))
+                        or eagle_fsd.generate(prompts, *args, **options))
+    questions = [Question(number, "", ("ab" * (number + 1),)) for number in range(9)]
+    assert len(answer_questions(model, questions, 4)) and sizes == [8, 1]
+    with pytest.raises(ValueError, match="the target takes at most"):  # before the first answer
+        answer_questions(model, [*questions, Question(9, "", ("ab" * 99,))], 4)
+    assert sizes == [8, 1]
+
+
+@pytest.mark.parametrize(("part", "said"), [("draft", "got no drafter"), ("tokenizer", "the target has no tokenizer")])
+def test_a_pair_without_one_part_is_refused(model, part, said):
+    with pytest.raises(ValueError, match=said):
+        check_pair(replace(model, **{part: None}))
+
+
+def test_the_command(model, tmp_path, capsys, monkeypatch):
     """It reads a dataset's last documents, a file's first ones, or answers that the target writes now."""
     save_pair(tmp_path, model)
     documents, _ = encode_dataset(rows(chat("a", "no no"), chat("hi", "yes")), model.tokenizer, max_length=24)
     documents.save(tmp_path / "data")
-    (tmp_path / "chats.jsonl").write_text("".join(
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}\n' + "".join(  # a bad row is no document
         json.dumps({"messages": chat(*turns)}) + "\n" for turns in (("hi", "yes"), ("a", "no no"))))
     (tmp_path / "questions.jsonl").write_text('{"prompt": "hi"}\n{"prompt": "ab"}\n')
     command = ["heads", "check", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "head"),
@@ -97,9 +143,11 @@ def test_the_command(model, tmp_path, capsys):
                              ("--questions", "questions.jsonl", "most likely to the target:  100.0%")):
         assert main([*command, flag, str(tmp_path / name)]) == 0
         assert said in (shown := capsys.readouterr().out) and "\n- " in shown, shown
+    monkeypatch.setattr(diagnosis, "generate", None)
     for bad, said in ((["--documents", "0"], "--documents must be at least 1, got 0"),
                       ([], "pass either --data or --questions"), (["--data", "nowhere"], "nowhere is neither a file"),
-                      (["--data", str(tmp_path / "data"), "--draft", str(tmp_path / "target")], "got a causal LM")):
+                      (["--questions", str(tmp_path / "questions.jsonl"), "--draft", str(tmp_path / "target")],
+                       "got a causal LM")):
         assert main([*command, *bad]) == 2 and said in capsys.readouterr().err
 
 

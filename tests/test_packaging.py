@@ -80,6 +80,15 @@ def test_packaged_data_is_there(declared):
     assert f"class {name}" in path.read_text(encoding="utf-8")
 
 
+def test_the_source_distribution_has_every_folder(setup_names):
+    named = re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    files = subprocess.run(["git", "ls-files", "*/*"], cwd=ROOT, capture_output=True, text=True)
+    folders = {name.split("/")[0] for name in files.stdout.splitlines() if not name.startswith(".")}
+    if files.returncode or not folders:
+        pytest.skip("not a clone")
+    assert folders == {*named, "eagle_fsd", *setup_names["MAPPED"].values()}
+
+
 def test_the_index_page_links_to_files_of_the_version(setup_names):
     """The package index shows README.md without the repository around it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,14 +110,18 @@ def test_what_is_installed_generates_outside_the_checkout(tmp_path):
     build = ["setup.py", "-q", "build", "--build-base", str(tmp_path / "build"), "--build-lib", str(tmp_path / "site")]
     subprocess.run([sys.executable, *build], cwd=ROOT, check=True, capture_output=True)
     save_pair(tmp_path, tiny_chat_pair())
-    code = ("import eagle_fsd, eagle_fsd.train.train_draft_head; from eagle_fsd.cli import main; "
+    code = ("import pathlib, eagle_fsd, eagle_fsd.train.train_draft_head; from eagle_fsd.cli import main\n"
+            "try: eagle_fsd.train.teacher.read_index(pathlib.Path('nowhere'))\n"
+            "except ValueError as error: print(error)\n"
             "assert 'site' in eagle_fsd.__file__; main(['heads']); "
             "model = eagle_fsd.load('target', 'head', tree=None); "
             "print(len(eagle_fsd.generate('hello', model, max_new_tokens=8).token_ids))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "", "EAGLE_FSD_CACHE": str(tmp_path)})
+    assert "nowhere has no features from eagle_fsd.train.features" in done.stdout
     assert "EAGLE" in done.stdout and done.stdout.endswith("\n8\n"), done.stderr
     assert (tmp_path / "site/eagle_fsd/checkpoints/smollm2-135m-instruct-eagle2/model.safetensors").is_file()
+    assert (tmp_path / "site/eagle_fsd/train/fsdp.yaml").is_file()
     assert not list((tmp_path / "site").rglob("small-target"))
 
 

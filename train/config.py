@@ -33,9 +33,9 @@ class TrainingConfig:
         output: folder of the run. The trained head is in `head`, the head with the best held-out tau in `best`.
         conversations: files of conversations. The target answers their questions greedily, and the head learns from
             these answers. The run's folder keeps the dataset and, on a CPU, its features. For more control, use
-            train.prepare_data and --data.
-        data: dataset from train.prepare_data, instead of --conversations.
-        features: folder from train.features. If omitted: the target computes the features in every step.
+            prepare_data and --data.
+        data: dataset from prepare_data, instead of --conversations.
+        features: folder that the module features wrote. If omitted: the target computes the features in every step.
         target_dtype: dtype of the target when it computes features and in evaluations. auto: bfloat16, or float32 on a
             CPU where bfloat16 is slower.
         quantization: int8: 8-bit weights of the target on a CPU, for its answers, features and evaluations.

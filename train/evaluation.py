@@ -206,7 +206,7 @@ library_name: eagle_fsd
 
 # EAGLE draft head for {hub_id or Path(config.target).name}
 
-Trained by `train.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
+Trained by `{__package__}.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
 {config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data.name}`,
 objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
 {compared}

@@ -47,7 +47,7 @@ class Arguments:
 
     Args:
         target: directory, Hub ID or GGUF file of the target. If omitted: SmolLM2-135M-Instruct, as in eagle_fsd.load.
-        data: dataset from train.prepare_data.
+        data: dataset from prepare_data.
         out: folder of the features; an interrupted run continues there.
         layers: target layers whose inputs are stored too. EAGLE-3 heads read 2, the middle one and the third from the
             end.

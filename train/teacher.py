@@ -89,7 +89,7 @@ class OfflineFeatures:
         if missing:
             raise ValueError(
                 f"{self.directory} is incomplete: {len(missing)} of {len(self.first)} shards are missing; run "
-                "python -m train.features again to write them"
+                f"python -m {__package__}.features again to write them"
             )
         self.dtype = getattr(torch, index["dtype"].removeprefix("torch."))
         self._open: dict[int, object] = {}
@@ -127,7 +127,7 @@ def read_index(directory: Path) -> dict:
     try:
         return json.loads((directory / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{directory} has no features from train.features: {error}") from error
+        raise ValueError(f"{directory} has no features from {__package__}.features: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Teacher:
         features = OfflineFeatures(config.features, documents)
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
-                             f"{features.index['layers']}: pass --layers to train.features")
+                             f"{features.index['layers']}: pass --layers to {__package__}.features")
         target = open_target(config, accelerator, layers) if config.evaluate and accelerator.is_main_process else None
         if target is not None and features.index["target"] != target.digest():
             raise ValueError(f"{config.features} has the features of another target than {config.target}")

@@ -83,8 +83,8 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     if bool(config.conversations) == (config.data is not None):
         raise ValueError("pass either --conversations or --data")
     if config.quantization and config.data is not None and config.features is None:
-        raise ValueError("--quantization needs stored features: run train.features --quantization int8, and pass "
-                         "--features")
+        raise ValueError(f"--quantization needs stored features: run {__package__}.features --quantization int8, and "
+                         "pass --features")
     config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
     half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_is_faster()
@@ -95,7 +95,8 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     if not config.conversations:
         return config
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("--conversations needs a single process: run train.prepare_data first, and pass --data")
+        raise ValueError(f"--conversations needs a single process: run {__package__}.prepare_data first, and pass "
+                         "--data")
     data, stored = config.output / "data", config.output / "features"
     if not is_dataset(data):
         prepare_data.run(prepare_data.Arguments(
@@ -161,8 +162,9 @@ def main() -> int:
     kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every saved file
+    about = __doc__.replace("-m train.", f"-m {__package__}.")
     return exit_status(__spec__.name, lambda: train(parse_options(
-        kind, words, program=f"python -m {__spec__.name}", description=__doc__)), also=(FloatingPointError,),
+        kind, words, program=f"python -m {__spec__.name}", description=about)), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
 

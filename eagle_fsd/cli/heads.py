@@ -58,15 +58,16 @@ class HeadsCommand:
 class CheckCommand:
     """Diagnose a draft head whose tokens are rarely accepted: compare its predictions with the target's on a text.
 
-    Prints how likely the text is to the target, how many of its tokens the head can draft, and how often the head's
-    best token is the target's at positions 1 to 5 of a chain of drafts. Then names what is wrong: a text that the
-    target did not write, another chat template, features of another layer or position, a small draft vocabulary, or
-    too little training. Reads either --data or --questions.
+    Prints how likely the text is to the target, how many of its tokens the head can draft, and how often, at positions
+    1 to 5 of a chain of drafts, the head's best token is the target's best among the tokens that the head can draft
+    (the other tokens of the text count as misses). Then names what is wrong: a text that the target did not write,
+    another chat template, features of another layer or position, a small draft vocabulary, or too little training.
+    Reads either --data or --questions.
 
     Args:
-        data: text that the head did not learn: ShareGPT, messages or text file, or dataset of train.prepare_data.
+        data: text that the head did not learn: ShareGPT, messages or text file, or dataset of prepare_data.
         questions: questions that the target answers first, greedily: JSON lines of prompts, MT-Bench, GSM8K, HumanEval.
-        documents: number of conversations or questions: the first of a file, the last of a dataset.
+        documents: number of conversations, questions or pieces of a text: the first of a file, the last of a dataset.
         max_new_tokens: most tokens of each answer to --questions.
     """
 
@@ -80,27 +81,20 @@ class CheckCommand:
         from ..data.documents import is_dataset
         from ..data.questions import read_questions
         from ..heads.eagle3 import Eagle3Head
-        from ..measure.diagnosis import GOOD, answer_questions, examine, read_documents, verdicts
+        from ..measure.diagnosis import answer_questions, check_pair, examine, read_documents, table, verdicts
 
         check_counts(self, "documents", "max_new_tokens")
         if (self.data is None) == (self.questions is None):
             raise ValueError("pass either --data or --questions")
         questions = None if self.questions is None else read_questions(self.questions)[: self.documents]
         if self.data is not None and not (self.data.is_file() or is_dataset(self.data)):
-            raise ValueError(f"--data {self.data} is neither a file nor a dataset of train.prepare_data")
+            raise ValueError(f"--data {self.data} is neither a file nor a dataset of prepare_data")
         model = self.pair.load(CPU_TREE)
-        documents = (read_documents(self.data, self.documents, model.tokenizer) if questions is None
+        check_pair(model)
+        documents = (read_documents(self.data, self.documents, model) if questions is None
                      else answer_questions(model, questions, self.max_new_tokens))
         found = examine(model, documents)
-        count, good = found.tokens, " ".join(f"{each:.2f}" for each in GOOD)
-        agreed = " ".join(f"{each / count:.2f}" for each in found.agreed.tolist())
-        print(f"learned tokens:             {count} in {found.documents} documents\n"
-              f"most likely to the target:  {found.own / count:.1%}\n"
-              f"target's cross-entropy:     {found.surprise / count:.2f} nats per token; entropy "
-              f"{found.entropy / count:.2f}\n"
-              f"in the draft vocabulary:    {found.covered / count:.1%}\n"
-              f"agreement, position 1 to 5: {agreed} (SmolLM2's bundled head, on text like that\n"
-              f"                            it learned: {good})")
+        print(table(found))
         for verdict in verdicts(found, isinstance(model.draft, Eagle3Head)) or ["no fault was detected"]:
             print(f"- {verdict}")
 
@@ -176,8 +170,8 @@ class VocabCommand:
 
     Args:
         head: directory or hub id.
-        data: ShareGPT, messages or text files, or datasets of train.prepare_data.
-        target: directory or hub id of the target, for its tokenizer; not needed for datasets of train.prepare_data.
+        data: ShareGPT, messages or text files, or datasets of prepare_data.
+        target: directory or hub id of the target, for its tokenizer; not needed for datasets of prepare_data.
         size: number of tokens to draft. Without size and coverage, the command only prints a table.
         coverage: draft as many tokens as cover this share of the text, such as 0.99.
         out: directory for a copy of the head with the file; None: the head's own directory.

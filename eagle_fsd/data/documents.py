@@ -93,7 +93,7 @@ class Documents:
             ValueError: the folder is not a dataset, or its arrays do not match.
         """
         if not is_dataset(directory):
-            raise ValueError(f"{directory} is not a dataset of train.prepare_data: it needs {', '.join(ARRAYS)}.npy")
+            raise ValueError(f"{directory} is not a dataset of prepare_data: it needs {', '.join(ARRAYS)}.npy")
         documents = cls(*(np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS))
         if len(documents) == 0 or not documents.ends[-1] == len(documents.tokens) == len(documents.learned):
             raise ValueError(f"{directory} is damaged: its arrays differ in length")
@@ -137,7 +137,7 @@ def check_folder(directory: Path) -> None:
         if not names or "ends.npy" in names and names <= FILES:
             return
         raise ValueError(f"{directory} contains {min(names - FILES or names)}; only an empty folder or a dataset of "
-                         "train.prepare_data can be replaced: choose another folder or empty this one")
+                         "prepare_data can be replaced: choose another folder or empty this one")
     if directory.exists():
         raise ValueError(f"{directory} is not a folder")
 

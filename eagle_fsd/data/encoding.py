@@ -26,12 +26,13 @@ ANYTHING = "Qwertzuiop"  # a placeholder message, to see what a template puts ar
 
 def encode_dataset(
     records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
-    quiet: bool = False,
+    quiet: bool = False, most: int | None = None,
 ) -> tuple[Documents, dict]:
     """Build a dataset from `records`, with a summary that counts rows, and bad rows by reason.
 
     Args:
         quiet: show no progress bar, for example because the source of the records has one.
+        most: number of documents after which no more records are read; None: read all.
 
     Raises:
         ValueError: no record can be used.
@@ -40,6 +41,8 @@ def encode_dataset(
     documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
     count = truncated = 0
     for record in Progress(records, desc="rows", unit="row", quiet=quiet):
+        if most is not None and len(documents) >= most:
+            break
         count += 1
         try:
             encoded = encode_record(record, tokenizer, max_length, long)
@@ -54,7 +57,7 @@ def encode_dataset(
         "rows": count, "bad_rows": sum(bad.values()), "bad_reasons": dict(bad.most_common()),
         "at_full_length": truncated, "max_length": max_length,
     }
-    return Documents.of(documents), summary
+    return Documents.of(documents[:most]), summary
 
 
 def encode_record(

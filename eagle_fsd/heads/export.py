@@ -80,7 +80,7 @@ def export_head(
         OSError: `directory` cannot be written.
     """
     if to == LLAMA_CPP:
-        return write_gguf(load_head(source), source, directory, target, dtype)
+        return write_gguf(source, directory, target, dtype)
     if to not in LAYOUTS:
         raise ValueError(f"unknown format {to!r}; accepted: {', '.join((*LAYOUTS, LLAMA_CPP))}")
     require_empty(directory)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..data.files import save_atomically
 from ..data.gguf import copy_field
+from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 
@@ -38,18 +39,16 @@ NAMES = {
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def write_gguf(
-    head: DraftHead, source: str | Path, file: str | Path, target: str | Path | None, dtype: torch.dtype
-) -> Path:
+def write_gguf(source: str | Path, file: str | Path, target: str | Path | None, dtype: torch.dtype) -> Path:
     """Write a head to a GGUF file, matrices in `dtype` and vectors in float32; return the file's path.
 
     Args:
-        source: name of the head in errors.
+        source: a head for `load_head`.
         target: GGUF file of the target, from which the tokenizer is copied.
 
     Raises:
         ValueError: llama.cpp cannot compute this head, or it does not fit the target; the file exists, or its name does
-            not end in .gguf; `target` is no GGUF file, or `dtype` is not in TYPES.
+            not end in .gguf; `target` is no GGUF file, or `dtype` is not in TYPES. See also `load_head`.
         ImportError: the package gguf is missing.
         OSError: the file cannot be written.
     """
@@ -58,9 +57,6 @@ def write_gguf(
         raise ValueError(f"{file} exists" if file.exists() else f"llama.cpp reads a file NAME.gguf, got {str(file)!r}")
     if dtype not in TYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TYPES))}, got {dtype}")
-    reason = unsupported(head)
-    if reason is not None:
-        raise ValueError(f"{source} cannot be exported to llama.cpp: {reason}")
     if target is None or Path(target).suffix != ".gguf" or not Path(target).is_file():
         raise ValueError("llama.cpp needs the target's tokenizer in the head's file: pass target, the GGUF file of the "
                          f"target that it will serve, got {target!r}")
@@ -68,6 +64,10 @@ def write_gguf(
         raise ImportError(f"writing {file} needs the package gguf: pip install eagle_fsd[gguf]")
     from gguf import GGUFReader
 
+    head = load_head(source)
+    reason = unsupported(head)
+    if reason is not None:
+        raise ValueError(f"{source} cannot be exported to llama.cpp: {reason}")
     fields = GGUFReader(target).fields
     layers = check_target(head, source, target, fields)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def count_tokens(
     """Count the tokens of answers and of plain text.
 
     Args:
-        sources: files for `read_records`, and folders by `train.prepare_data`, which need no tokenizer.
+        sources: files for `read_records`, and folders by `prepare_data`, which need no tokenizer.
 
     Raises:
         ValueError: a source is neither, text has no tokenizer, there are no tokens, or some are beyond the vocabulary.
@@ -100,7 +100,7 @@ def _tokens_of(source: Path, tokenizer: PreTrainedTokenizerBase | None) -> Itera
         yield documents.tokens[documents.learned]
         return
     if not source.is_file():
-        raise ValueError(f"{source} is neither a file nor a dataset of train.prepare_data")
+        raise ValueError(f"{source} is neither a file nor a dataset of prepare_data")
     if tokenizer is None:
         raise ValueError("text needs the target's tokenizer: pass the target")
     bad: Counter[str] = Counter()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +24,11 @@ from ..heads.eagle import DraftHead
 from ..heads.eagle3 import Eagle3Head
 from ..heads.unrolling import unroll
 from ..pair import EagleModel
+from ..prompts import encode_prompts
+from ..requests import check_length
 
-MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset
+MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset, if the target has as many positions
+BATCH = 8  # questions that are answered together
 LEAST = 100  # tokens without which there is no verdict
 STEPS = 5  # positions in a chain of drafts; from the second on the head reads its own predictions
 FOREIGN = 1.3  # cross-entropy over entropy: 1.0 for text that the target sampled, less for its greedy answers
@@ -50,19 +52,30 @@ class Findings:
     entropy: float = 0.0  # entropy of p, nats
     likeliest: float = 0.0  # max p: the expected value of `own` in text that the target has sampled
     covered: int = 0  # tokens in the draft vocabulary
-    # [STEPS] of these, where the head's best token is the target's at each step of a chain of drafts
+    # [STEPS] of these, where the head's best token is the target's best among the tokens that the head can draft, at
+    # each step of a chain of drafts. Shares are of all tokens: a token that the head cannot draft counts as a miss.
     agreed: Tensor = field(default_factory=lambda: torch.zeros(STEPS))
-    # [3] the same where another learned token follows: with the features as in decoding; with each token's own feature
-    # beside it; and with its own feature, but compared with the target's best token one position later.
+    # [3] tokens that another learned token follows, where the head's best token is the target's best of all: with the
+    # features as in decoding; with each token's own feature beside it; and with its own feature, but compared with the
+    # target's best token one position later.
     shifted: Tensor = field(default_factory=lambda: torch.zeros(3))
     followed: int = 0  # tokens that another learned token follows
     lengths: float = 0.0  # norms of predicted features over norms of true ones
     documents: int = 0
-    with_header: int = 0  # documents with the chat template's text before an answer
+    with_header: int = 0  # documents with the chat template's text before an answer; all if there is no template
 
 
-def read_documents(data: Path, most: int, tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """At most so many documents: the last ones of a dataset by train.prepare_data, or the first ones of a file of
+def check_pair(model: EagleModel) -> None:
+    """Raise ValueError unless the drafter is a head and the target has a tokenizer."""
+    if not isinstance(model.draft, DraftHead):
+        drafter = "no drafter" if model.draft is None else "a causal LM"
+        raise ValueError(f"only draft heads can be checked, got {drafter}")
+    if model.tokenizer is None:
+        raise ValueError("the target has no tokenizer: save one to its directory")
+
+
+def read_documents(data: Path, most: int, model: EagleModel) -> Documents:
+    """At most so many documents: the last ones of a dataset of prepare_data, or the first ones of a file of
     conversations or text (see `read_records`).
 
     Raises:
@@ -71,36 +84,56 @@ def read_documents(data: Path, most: int, tokenizer: PreTrainedTokenizerBase) ->
     if data.is_dir():
         documents = Documents.load(data)
         return Documents.of(documents.document(index) for index in range(len(documents))[-most:])
-    documents, _ = encode_dataset(islice(read_records(str(data)), most), tokenizer, max_length=MAX_LENGTH, quiet=True)
+    documents, _ = encode_dataset(
+        read_records(str(data)), model.tokenizer, max_length=max_length(model), quiet=True, most=most)
     return documents
+
+
+def max_length(model: EagleModel) -> int:
+    """Most tokens of a document that is not from a dataset."""
+    return min(MAX_LENGTH, model.target.max_positions or MAX_LENGTH)
 
 
 def answer_questions(model: EagleModel, questions: Sequence[Question], max_new_tokens: int) -> Documents:
-    """The target's greedy answers to the first turns of questions, as documents."""
+    """The target's greedy answers to the first turns of questions, as documents.
+
+    Raises:
+        ValueError: a question cannot be rendered or is too long, or none can be used.
+    """
     chats = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    answers = generate(chats, model, max_new_tokens=max_new_tokens, acceptance="exact")
+    prompts, _ = encode_prompts(chats, model)
+    check_length(max(map(len, prompts)), max_new_tokens, model)  # before the first batch
+    answers = []
+    for first in Progress(range(0, len(prompts), BATCH), desc="answers", unit="batch"):
+        answers += generate(prompts[first : first + BATCH], model, max_new_tokens=max_new_tokens, acceptance="exact")
     records = [Record(messages=[*chat, {"role": "assistant", "content": answer.text, TOKEN_IDS: answer.token_ids}])
                for chat, answer in zip(chats, answers, strict=True)]
-    documents, _ = encode_dataset(records, model.tokenizer, max_length=MAX_LENGTH, quiet=True)
+    documents, _ = encode_dataset(records, model.tokenizer, max_length=max_length(model), quiet=True)
     return documents
+
+
+def answer_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of the chat template between a question and its answer; none without a template."""
+    if not tokenizer.chat_template:
+        return []
+    question = [{"role": "user", "content": ANYTHING}]
+    return tokenizer(render(tokenizer, question, True).rpartition(ANYTHING)[2], add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()
 def examine(model: EagleModel, documents: Documents) -> Findings:
     """Compare the predictions of head and target on the learned tokens of documents.
 
+    Args:
+        model: a pair that passes `check_pair`.
+
     Raises:
-        ValueError: the drafter is not a head, or no token is learned.
+        ValueError: no token is learned.
     """
     head, target = model.draft, model.target
-    if not isinstance(head, DraftHead):
-        raise ValueError("only draft heads can be checked, got " + ("no drafter" if head is None else "a causal LM"))
     if not documents.learnable(range(len(documents))):
         raise ValueError("the documents have no learned token")
-    question = [{"role": "user", "content": ANYTHING}]
-    header = model.tokenizer(render(model.tokenizer, question, True).rpartition(ANYTHING)[2],
-                             add_special_tokens=False)["input_ids"]
-    totals, device = Findings(), target.output_device
+    header, totals, device = answer_header(model.tokenizer), Findings(), target.output_device
     for index in Progress(range(len(documents)), desc="documents", unit="document"):
         tokens, learned = map(torch.from_numpy, documents.collate(np.asarray([index])))  # [1, T]
         totals.documents += 1
@@ -139,6 +172,19 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
                 totals.lengths += float((predicted.norm(dim=-1) / features[0, at - 1].norm(dim=-1)).sum())
         totals.followed += len(inner)
     return totals
+
+
+def table(totals: Findings) -> str:
+    """What was measured, in lines of text."""
+    count, good = totals.tokens, " ".join(f"{each:.2f}" for each in GOOD)
+    agreed = " ".join(f"{each / count:.2f}" for each in totals.agreed.tolist())
+    return (f"learned tokens:             {count} in {totals.documents} documents\n"
+            f"most likely to the target:  {totals.own / count:.1%}\n"
+            f"target's cross-entropy:     {totals.surprise / count:.2f} nats per token; entropy "
+            f"{totals.entropy / count:.2f}\n"
+            f"in the draft vocabulary:    {totals.covered / count:.1%}\n"
+            f"agreement, position 1 to 5: {agreed} (SmolLM2's bundled head, on text like that\n"
+            f"                            it learned: {good})")
 
 
 def verdicts(totals: Findings, eagle3: bool) -> list[str]:
