@@ -85,8 +85,8 @@ def custom_generate(
         draft: a `DraftHead` (from `load_head`), a smaller causal LM with the same tokens, or the directory or hub id of
             one of them, which each call loads; None: drafts are only copied from the text. On CUDA the model keeps
             the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same drafter
-            and text_tokenizer. `del model.eagle_fsd_pair` frees them. Delete it before the model, too, whose memory is
-            otherwise freed by a later garbage collection only.
+            and text_tokenizer. `del model.eagle_fsd_pair` frees them. Do so before you delete the model as well:
+            otherwise its memory is freed only by a later garbage collection.
         acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
         reference: see `GenerateOptions`; it needs a text_tokenizer.
         streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:

@@ -232,8 +232,7 @@ class CapturedCycles:
             home.check_weights()
         buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(
-                buffers, requests, forwards, lengths, read, settings.weights):
+        if bucket is None or not self._load(buffers, requests, forwards, lengths, read, settings.weights):
             return None
         if settings.tree is None:
             return self._plain(home, buffers, settings, requests, forwards)
