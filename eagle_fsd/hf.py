@@ -84,7 +84,9 @@ def custom_generate(
     Args:
         draft: a `DraftHead` (from `load_head`), a smaller causal LM with the same tokens, or the directory or hub id of
             one of them, which each call loads; None: drafts are only copied from the text. On CUDA the model keeps
-            the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same one.
+            the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same drafter
+            and text_tokenizer. `del model.eagle_fsd_pair` frees them. Do so before you delete the model as well:
+            otherwise its memory is freed only by a later garbage collection.
         acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
         reference: see `GenerateOptions`; it needs a text_tokenizer.
         streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
@@ -177,10 +179,13 @@ def hub_generate(
             assisted generation.
     """
     options = {name: value for name, value in options.items() if name not in PLACES}
+    method = options.pop("custom_generate", None)  # only if the model's own repository has this function
     assisted = [name for name, value in options.items()
                 if name.startswith(("assistant_", "num_assistant_")) and name not in REFUSED and value is not None]
     problem = None
-    if draft is not None and assistant_model is not None:
+    if method is not None:
+        problem = f"the model's own generate decodes with eagle_fsd, got custom_generate={method!r}: leave it out"
+    elif draft is not None and assistant_model is not None:
         problem = "draft= and assistant_model= both name the drafter: pass one of them"
     elif assistant_tokenizer is not None:
         problem = "the drafter must have the target's tokens, got assistant_tokenizer=: leave it out"
@@ -226,12 +231,13 @@ def pair_of(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
     """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced weights
-    are `captured.cycle`'s to see, replaced modules and new hooks mean a new pair."""
+    are `captured.cycle`'s to see; replaced modules, weights of another shape and new hooks mean a new pair."""
     kept = vars(model).pop(KEPT, None)
     if kept is not None and kept.parts == parts_of(model, draft, tokenizer):
         kept.pair.fit()
     else:
-        kept, pair = None, EagleModel.from_parts(model, draft, tokenizer)
+        kept = None  # its graphs and caches are freed before there are others
+        pair = EagleModel.from_parts(model, draft, tokenizer)
         if pair.captured is None:
             return pair
         kept = Kept(pair, parts_of(model, draft, tokenizer))
@@ -244,6 +250,7 @@ def parts_of(*parts: object) -> list[object]:
     models = [part for part in parts if isinstance(part, PreTrainedModel)]
     modules = [module for model in models for module in model.modules()]
     return [*parts, *((model.device, model.dtype) for model in models), *modules,
+            *(weight.shape for model in models for weight in model.parameters()),  # tied ones are resized in place
             *(bool(module._forward_hooks or module._forward_pre_hooks) for module in modules)]
 
 

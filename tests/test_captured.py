@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import weakref
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured import programs
 from eagle_fsd.captured.buffers import Buffers
-from eagle_fsd.captured.capture import Pool, Program
+from eagle_fsd.captured.capture import Pool, Program, uncollected
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
@@ -153,7 +155,8 @@ def test_many_copies_on_trees_with_few_nodes(sizes, monkeypatch):
 def test_plain_decoding(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=40, speculative=False, **options)
-    assert all(pair.captured.taken)
+    (home,) = pair.captured._homes
+    assert all(pair.captured.taken) and all(each.fed_features is None for each in home.buffers.values())
 
 
 @pytest.mark.parametrize("limit", [40, 49])
@@ -337,16 +340,34 @@ def test_a_pool_of_programs(monkeypatch, caplog, capsys):
     for name in "aabab":
         pool.run(name, function(name))
     assert calls == ["a", "a", "b", "b"] and [graph.replays for graph in made] == [2, 1]
+    pool.close_bar()
     shown = capsys.readouterr().err
-    assert shown.count("capturing cycles: 0 graph") == 2 and pool.bar is None and shown.endswith("\r")
+    assert shown.count("capturing cycles: 0 graph") == 1 and pool.bar is None and shown.endswith("\r")
     assert {id(each) for each in pool.programs["a"].inputs} == {id(weight), id(out)}
     pool.run("c", function("c"))
     assert list(pool.programs) == ["b", "c"]
+    before = weakref.ref(pool)
+    with uncollected():
+        pool = Pool(torch.device("cuda"))
+        assert before() is None
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: 1 / 0)
     for name in "dde":
         pool.run(name, function(name))
     assert calls[-3:] == ["d", "d", "e"] and isinstance(pool.failed, ZeroDivisionError)
+    assert pool.failed.__traceback__ is None
     assert caplog.text.count("because a capture failed") == 1
+
+
+def test_no_bar_stays_after_a_cycle(monkeypatch):
+    closed = []
+
+    def run(pool, key, function):
+        pool.bar = pool.bar or SimpleNamespace(close=lambda: closed.append(key))
+        function()
+
+    monkeypatch.setattr(Pool, "run", run)
+    both(pair := tiny_pair(), PROMPTS[:1])
+    assert len(closed) == len(pair.captured.taken) > 1
 
 
 # On a device ------------------------------------------------------------------------------------------------------

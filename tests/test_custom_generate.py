@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, hf
+from eagle_fsd.captured.capture import uncollected
 from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.pair import EagleModel
@@ -249,10 +250,12 @@ def test_bad_input_is_refused_before_any_forward(pair, ours, monkeypatch, option
 
 
 def test_captured_cycles_serve_later_calls(monkeypatch):
-    """With the same drafter; weights and modules may have been replaced since."""
+    """With the same drafter; weights and modules may have been replaced since. Graphs and caches of a replaced pair are
+    freed at once, before the next pair is made."""
     made = []
 
     def from_parts(*parts):
+        assert not any(pair() for pair in made)
         pair = EagleModel.from_parts(*parts)
         pair.captured = CapturedCycles(pair.target, pair.draft)  # as on CUDA
         made.append(weakref.ref(pair))
@@ -267,21 +270,33 @@ def test_captured_cycles_serve_later_calls(monkeypatch):
         (home,) = made[-1]().captured._homes
         return set(home.pool.programs.values())
 
-    target = tiny_target()
+    target = tiny_target(tie_word_embeddings=True)
     drafts = [tiny_head(target), small_model(target)]
-    for number, draft in enumerate(drafts, 1):
-        programs = call(target, draft)
-        assert programs == call(target, draft) and len(made) == number
-    with torch.no_grad():
-        target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
-    assert not programs & call(target, draft) and len(made) == 2
+    with uncollected():
+        for number, draft in enumerate(drafts, 1):
+            programs = call(target, draft)
+            assert programs == call(target, draft) and len(made) == number
+        with torch.no_grad():
+            target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
+        changed = call(target, draft)
+        assert not programs & changed and len(made) == 2
+        graphs = [weakref.ref(program) for program in changed]
+        del programs, changed
+        target.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+        call(target, None)
+        assert made[-1]().target.vocab_size == VOCAB + 3 and not any(program() for program in graphs)
+        target.resize_token_embeddings(VOCAB)
+        call(target, None)
+        assert made[-1]().target.vocab_size == VOCAB and len(made) == 4
     for copied in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         assert vars(copied)[hf.KEPT] is None
     target.lm_head = torch.nn.Linear(16, VOCAB, bias=False)
+    with uncollected():
+        call(target, draft)
+        assert len(made) == 5
+        del target.eagle_fsd_pair
+        assert made[-1]() is None
     call(target, draft)
-    del programs
-    gc.collect()
-    assert [pair() is None for pair in made] == [True, True, False]
     del target
     gc.collect()
     assert made[-1]() is None
@@ -331,7 +346,10 @@ def test_stop_strings_and_streamers_of_a_hub_repository(pair, target, hub, token
     with pytest.raises(ValueError, match="`tokenizer` argument"):
         hub(stop_strings=stop)
     target.generate = functools.partial(target.load_custom_generate(str(HUB), trust_remote_code=True), model=target)
-    assert target.generate(IDS, max_new_tokens=24, assistant_model=pair.draft)[0, len(PROMPT) :].equal(free)
+    options = {"max_new_tokens": 24, "assistant_model": pair.draft}
+    assert target.generate(IDS, custom_generate=None, **options)[0, len(PROMPT) :].equal(free)
+    with pytest.raises(ValueError, match="own generate .*got custom_generate="):
+        target.generate(IDS, custom_generate=custom_generate, **options)
 
 
 def test_the_assistant_of_a_hub_repository_drafts(target, hub):

@@ -109,5 +109,9 @@ def test_long_work_is_shown_as_a_bar_or_in_lines(terminal, monkeypatch):
     assert list(Progress(range(9), desc="quiet", unit="y", quiet=True)) == list(range(9)) and not shown.getvalue()
     with Progress(desc="tau", unit="token", total=4000, done=1000) as work:
         work.update(900, loss="0.5")
+    monkeypatch.setattr(sys, "stderr", None)  # as in a service
+    with Progress([7], desc="tau", unit="token", leave=False) as work:
+        assert list(work) == [7]
+        work.update(1, loss="0.5")
     assert "tau" in shown.getvalue() and "1.90k" in shown.getvalue() and "loss=0.5" in shown.getvalue()
     assert shown.getvalue().endswith("\n") and (terminal or "of 4.00k" in shown.getvalue())

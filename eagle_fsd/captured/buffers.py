@@ -56,7 +56,8 @@ class Buffers:
         self.counts = integers()  # T of each row
         self.fed_tokens = integers(self.most)  # [R, T]
         dtype = target.dtype
-        self.fed_features = self._new(dtype)(self.most, target.feature_size)  # [R, T, F]
+        # [R, T, F]; None: no drafter reads features.
+        self.fed_features = self._new(dtype)(self.most, target.feature_size) if self.reads_features else None
         # Each row's request, see `Coupling` and `Permission`.
         numbers = self._new(torch.float64)
         self.seeds, self.opening, self.closing = integers(), integers(), integers()

@@ -54,14 +54,13 @@ class Inputs(TorchDispatchMode):
 
 
 class Program:
-    """A function of tensors of fixed shapes and addresses. Its first call runs it, and captures it for later calls. On
-    a CPU every call runs it.
+    """A function of tensors of fixed shapes and addresses. A call runs it, or replays its graph once there is one.
 
     The function must not wait for the device, and must read and write the same addresses at each call.
     """
 
-    def __init__(self, function: Callable[[], None], device: torch.device, pool: Pool) -> None:
-        self.function, self.device, self.pool = function, device, pool
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: list[Tensor] = []  # a graph reads their addresses: they must not be freed
 
@@ -69,26 +68,15 @@ class Program:
         if self.graph is not None:
             self.graph.replay()
             return
-        self.function()  # libraries allocate and choose their kernels in the first call
-        if self.device.type == "cuda" and self.pool.failed is None:
-            self._capture()
-
-    def _capture(self) -> None:
-        graph, inputs = torch.cuda.CUDAGraph(), Inputs()
-        try:
-            # Other threads, such as those of a server, may use the device during a capture.
-            options = {"stream": self.pool.stream, "pool": self.pool.handle(), "capture_error_mode": "thread_local"}
-            with _capturing, uncollected(), torch.cuda.graph(graph, **options), inputs:
-                self.function()
-        except Exception as error:  # a kernel can raise any exception
-            self.pool.failed = error
-            log.warning("cycles run without CUDA graphs, because a capture failed: %r", error, exc_info=True)
-            return
-        self.graph, self.inputs = graph, list(inputs.read.values())
+        self.function()
 
 
 class Pool:
-    """Programs that run one after the other, by key, with a memory pool for their graphs.
+    """Programs that run one after the other, by key, with a memory pool for their graphs. On CUDA the first run of a
+    program captures it.
+
+    Nothing in here refers back to the pool: without references to it, graphs are freed at once, which a garbage
+    collection could delay until memory has run out.
 
     Args:
         most: number of programs; the least recently used one is dropped.
@@ -99,7 +87,7 @@ class Pool:
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.failed: Exception | None = None  # of a capture: there are no others
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of captures
-        self.bar: Progress | None = None  # while one program after the other is captured
+        self.bar: Progress | None = None  # from the first capture of a cycle to its end
 
     def handle(self) -> tuple[int, int]:
         """Of the memory pool: that of a graph that exists, since the memory of a pool without graphs may be freed."""
@@ -109,22 +97,35 @@ class Pool:
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Run the program of this key, made of the function if there is none."""
         program = self.programs.get(key)
-        captures = program is None and self.device.type == "cuda" and self.failed is None
         if program is None:
             while len(self.programs) >= self.most:
                 self.programs.popitem(last=False)
-            program = self.programs[key] = Program(function, self.device, self)
-        self._show(captures)
+            program = self.programs[key] = Program(function)
         self.programs.move_to_end(key)
-        program()
-        if self.bar is not None:
-            self.bar.update()
-
-    def _show(self, captures: bool) -> None:
-        """Open the bar before a capture, unless it is open, and close it before anything else."""
+        captures = program.graph is None and self.device.type == "cuda" and self.failed is None
         if captures and self.bar is None:
             self.bar = Progress(desc="capturing cycles", unit=" graph", leave=False, delay=SOON)
-        elif not captures and self.bar is not None:
+        program()  # before its capture: libraries allocate and choose their kernels in the first call
+        if captures:
+            self._capture(program)
+            self.bar.update()
+
+    def _capture(self, program: Program) -> None:
+        graph, inputs = torch.cuda.CUDAGraph(), Inputs()
+        try:
+            # Other threads, such as those of a server, may use the device during a capture.
+            options = {"stream": self.stream, "pool": self.handle(), "capture_error_mode": "thread_local"}
+            with _capturing, uncollected(), torch.cuda.graph(graph, **options), inputs:
+                program.function()
+        except Exception as error:  # a kernel can raise any exception
+            log.warning("cycles run without CUDA graphs, because a capture failed: %r", error, exc_info=True)
+            self.failed = error.with_traceback(None)  # its frames refer to the pool
+            return
+        program.graph, program.inputs = graph, list(inputs.read.values())
+
+    def close_bar(self) -> None:
+        """At the end of a cycle: a user may be reading an answer."""
+        if self.bar is not None:
             self.bar.close()
             self.bar = None
 

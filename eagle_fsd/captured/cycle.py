@@ -204,14 +204,6 @@ class CapturedCycles:
         copies: Sequence[Copies | None],
     ) -> list[Walked] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
-        device = self.target.output_device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._step(requests, forwards, rules, plan, copies)
-
-    def _step(
-        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
-        copies: Sequence[Copies | None],
-    ) -> list[Walked] | None:
         settings = settings_of(requests, rules, plan)
         models = [model for model in (self.target, self.drafter) if model is not None]
         if settings is None or any(model.fused is None or "forward" in vars(model) for model in models):
@@ -221,14 +213,26 @@ class CapturedCycles:
         if settings.tree is not None and not all(
                 forwards.has_positions(request, settings.tree.depth) for request in requests):
             return None
-        home, lengths = self._home(forwards), forwards.cache.lengths
+        device = self.target.output_device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            home = self._home(forwards)
+            try:
+                return self._step(home, settings, requests, forwards, rules, plan, copies)
+            finally:
+                home.pool.close_bar()
+
+    def _step(
+        self, home: Home, settings: Settings, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule],
+        plan: Plan, copies: Sequence[Copies | None],
+    ) -> list[Walked] | None:
+        lengths = forwards.cache.lengths
         read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
         if not home.buffers_of(*key).holds(requests, lengths, read):
             home.check_weights()
         buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(buffers, requests, forwards, settings.weights):
+        if bucket is None or not self._load(buffers, requests, forwards, lengths, read, settings.weights):
             return None
         if settings.tree is None:
             return self._plain(home, buffers, settings, requests, forwards)
@@ -293,11 +297,10 @@ class CapturedCycles:
         return steps
 
     def _load(
-        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, weights: list[float]
+        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, lengths: list[int], read: list[int],
+        weights: list[float],
     ) -> bool:
         """Copy the rows into the buffers, if they are not there. False: a row has too many unread tokens."""
-        lengths, *others = (cache.lengths for cache in forwards.caches)
-        read = others[0] if others else []
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
             buffers.known_weights, buffers.ahead = weights, None
@@ -305,7 +308,7 @@ class CapturedCycles:
             return True
         if buffers.config is None:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
-        elif not self._load_unread(buffers, requests, forwards):
+        elif not self._load_unread(buffers, requests, forwards, read):
             return False
         marks = [request.params.within or (-1, -1) for request in requests]
         for buffer, values in (
@@ -319,7 +322,9 @@ class CapturedCycles:
         buffers.ahead = None
         return True
 
-    def _load_unread(self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards) -> bool:
+    def _load_unread(
+        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, read: list[int]
+    ) -> bool:
         """Copy what the drafter has not processed. False: a row has too many such tokens."""
         unread = [forwards.unread(number, request) for number, request in enumerate(requests)]
         fed = buffers.steps(max(map(len, unread)))
@@ -334,7 +339,7 @@ class CapturedCycles:
             for row, each in enumerate(features):
                 buffers.fed_features[row, : len(each)].copy_(each)
         most = buffers.fed_tokens.shape[1]
-        buffers.upload(buffers.draft_lengths, forwards.draft_cache.lengths)
+        buffers.upload(buffers.draft_lengths, read)
         buffers.upload(buffers.counts, list(map(len, unread)))
         buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
         buffers.fed = fed

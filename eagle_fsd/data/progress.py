@@ -18,7 +18,7 @@ class Progress(tqdm):
         desc: name of the job, such as "features". unit: of the items, in the singular.
         total: number of items; None: the length of `work`, if it has one.
         done: number of items that were done before.
-        quiet: show nothing, as on all but one of several processes.
+        quiet: show nothing, as on all but one of several processes; without a stderr nothing is shown either.
         leave: keep the finished bar on the terminal.
         delay: seconds before it appears on a terminal.
     """
@@ -27,7 +27,8 @@ class Progress(tqdm):
         self, work: Iterable | None = None, *, desc: str, unit: str, total: int | None = None, done: int = 0,
         quiet: bool = False, leave: bool = True, delay: float = 0.0,
     ) -> None:
-        lines = {"delay": delay} if sys.stderr.isatty() else {
+        quiet = quiet or sys.stderr is None  # in a service, or under pythonw
+        lines = {"delay": delay} if quiet or sys.stderr.isatty() else {
             "mininterval": LOG_SECONDS, "miniters": 1, "delay": LOG_SECONDS,
             "bar_format": "{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left{postfix}\n"}
         super().__init__(work, desc=desc, unit=unit, total=total, initial=done, disable=quiet, leave=leave,
