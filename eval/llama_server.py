@@ -23,6 +23,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.data.gguf import copy_field
 from eval.command import run_command
 
 
@@ -57,8 +58,6 @@ def convert(source: Path, target: Path, kind: str) -> None:
     """Write a GGUF file with the same metadata and matrices of another type."""
     import gguf
     import numpy as np
-
-    from eagle_fsd.data.gguf import copy_field  # not at the top: the server needs no torch
 
     new_type, reader = gguf.GGMLQuantizationType[kind.upper()], gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
