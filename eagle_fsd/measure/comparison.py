@@ -87,13 +87,14 @@ def compare(
                 for name in names[shift % len(names) :] + names[: shift % len(names)]:
                     runs[name].append(answer(methods[name], name, question, True))
             log_records([median_record(same) for same in runs.values()])
-        rest = [(question, name) for name in names for question in questions  # by method: a batch walks rules in turn
-                if question not in timed_questions and is_missing(question, name, False)]
         pool = ThreadPoolExecutor(workers)
         try:
-            jobs = [pool.submit(answer, together[name], name, question, False) for question, name in rest]
-            for job in Progress(as_completed(jobs), desc="batched", unit="answer", total=len(jobs)) if jobs else ():
-                log_records([job.result()])
+            for name in names:  # one after the other: rows without drafts would wait for the cycles of drafted ones
+                jobs = [pool.submit(answer, together[name], name, question, False) for question in questions
+                        if question not in timed_questions and is_missing(question, name, False)]
+                progress = Progress(as_completed(jobs), desc=f"batched, {name}", unit="answer", total=len(jobs))
+                for job in progress if jobs else ():
+                    log_records([job.result()])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return [{"id": question.id, "category": question.category,
