@@ -152,7 +152,8 @@ def plot_comparison(rows: Mapping[str, Sequence[Mapping]], reference: str, path:
         for row in timed[category]:
             time, value = row["time"], 100 * (row["accuracy"] if graded else row["same_tokens"])
             across = whiskers(time, row["time_interval"])
-            fall = [100 * reach for reach in whiskers(row["drop"], row["drop_interval"])] if graded else None
+            compared = graded and row["method"] != reference
+            fall = [100 * reach for reach in whiskers(row["drop"], row["drop_interval"])] if compared else None
             axes.errorbar(time, value, yerr=fall and [[fall[1]], [fall[0]]], xerr=[[reach] for reach in across],
                           marker="o", elinewidth=0.7, label=row["method"])
         axes.set(title=category if len(timed) > 1 else "", xlabel=f"time per answer, relative to {reference}",
