@@ -16,6 +16,11 @@ TASKS = {  # title: result, column, label of the axis
     "chat at temperature 1 (16)": ("smollm2-chat-t1-noise", "repeated", "repeated 4-grams (%)"),
     "chat at temperature 0.7 (16)": ("smollm2-chat-t0.7-noise", "repeated", "repeated 4-grams (%)"),
 }
+DRAFTER = {  # the same of one result by category
+    "HumanEval (164)": ("qwen-1.5b-drafter-finalists", "accuracy", "solved (%)", "humaneval"),
+    "MBPP (498)": ("qwen-1.5b-drafter-finalists", "accuracy", "solved (%)", "mbpp"),
+    "GSM8K (300)": ("qwen-1.5b-drafter-finalists", "accuracy", "right (%)", "gsm8k"),
+}
 
 
 def stored(name):
@@ -47,11 +52,12 @@ def depth():
     save(figure, "depth")
 
 
-def frontier():
+def frontier(file, tasks, rows, columns):
     """What each setting costs, over its time per answer, one panel per task."""
-    figure, panels = pyplot.subplots(3, 2, figsize=(9, 10.5), layout="constrained")
-    for axes, (title, (name, column, label)) in zip(panels.T.flat, TASKS.items(), strict=True):
-        for row in stored(name)["all"]:
+    figure, panels = pyplot.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), layout="constrained",
+                                     squeeze=False)
+    for axes, (title, (name, column, label, *category)) in zip(panels.T.flat, tasks.items(), strict=True):
+        for row in stored(name)[category[0] if category else "all"]:
             if row["method"].startswith("tilt"):
                 continue  # removed since
             low, high = row["time_interval"]
@@ -66,7 +72,7 @@ def frontier():
         axes.legend(fontsize=7, ncols=2, loc="upper center")
     for axes in panels[-1]:
         axes.set_xlabel("time per answer, relative to exact")
-    save(figure, "frontier")
+    save(figure, file)
 
 
 def cycle():
@@ -103,5 +109,6 @@ if __name__ == "__main__":
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "eagle_fsd", "font.family": "sans-serif"})
     depth()
-    frontier()
+    frontier("frontier", TASKS, 3, 2)
+    frontier("drafter", DRAFTER, 1, 3)
     cycle()
