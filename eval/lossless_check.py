@@ -3,6 +3,8 @@
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
     python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "fsd 0"
 
+`model.generate` computes in the pair's dtype: of a checkpoint in 16 bits that the pair computes in float32, too.
+
 Greedy: the share of answers that are equal token for token, and for each other answer its first difference. That is a
 numerical tie if the gap between the target's logits of the two tokens is at most its change between a forward pass over
 the whole text and one over the last token, plus the rounding of the logits.
@@ -22,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
@@ -31,6 +34,7 @@ from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
+from eagle_fsd.models.linear import packed_form
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
@@ -54,7 +58,6 @@ class LosslessArguments(QuestionOptions):
         out: JSON file to write.
     """
 
-    limit: int | None = 50
     pair: Loading = Loading()
     settings: tuple[str, ...] = ("exact",)
     tree: Tree = None
@@ -100,14 +103,15 @@ def explain(
 
 
 def check_greedy(
-    model: EagleModel, chats: dict, methods: Mapping[str, Method], new_tokens: int
+    model: EagleModel, chats: dict, theirs: Method, methods: Mapping[str, Method], new_tokens: int
 ) -> tuple[dict[str, list[Difference]], int]:
     """The differing answers of each method, and the total tokens of `model.generate`'s answers.
 
     Args:
         chats: a chat for each question, by the question's id.
+        theirs: `model.generate`.
     """
-    theirs, total = hf_generate(model), 0
+    total = 0
     by_method: dict[str, list[Difference]] = {name: [] for name in methods}
     for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
         first = theirs(chat, new_tokens).token_ids
@@ -136,7 +140,8 @@ def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
 
 
 def check_sampling(
-    model: EagleModel, chats: Sequence[list], options: dict, temperature: float, samples: int, new_tokens: int
+    model: EagleModel, chats: Sequence[list], stock: PreTrainedModel, options: dict, temperature: float, samples: int,
+    new_tokens: int,
 ) -> list[dict]:
     """The p-value of the two-sample test for each prompt and position."""
     rows = []
@@ -144,7 +149,7 @@ def check_sampling(
         drawn: list[list[list[int]]] = [[], []]
         for seed in Progress(range(samples), desc=f"samples of prompt {number + 1}", unit="answer"):
             # Different seeds, so that the two samples are independent.
-            methods = (hf_generate(model, temperature=temperature, seed=seed),
+            methods = (hf_generate(model, stock=stock, temperature=temperature, seed=seed),
                        engine(model, temperature=temperature, seed=samples + seed, **options))
             for texts, method in zip(drawn, methods, strict=True):
                 texts.append(method(chat, new_tokens).token_ids)
@@ -173,8 +178,11 @@ def run(args: LosslessArguments) -> int:
     questions = args.chosen_questions()
     model = args.pair.load()
     chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
-    by_method, tokens = check_greedy(
-        model, chats, {name: engine(model, **each) for name, each in options.items()}, args.max_new_tokens)
+    # In the dtype that the pair computes in. The plain decoding of int8 weights is that of the packed model.
+    quantised = packed_form(model.target.model) == "int8"
+    stock = model.target.model if quantised else model.stock_in(model.target.dtype)
+    methods = {name: engine(model, **each) for name, each in options.items()}
+    by_method, tokens = check_greedy(model, chats, hf_generate(model, stock=stock), methods, args.max_new_tokens)
     for name, differences in by_method.items():
         print_differences(name, differences, len(chats))
     lossless = all(difference.tie for differences in by_method.values() for difference in differences)
@@ -184,7 +192,7 @@ def run(args: LosslessArguments) -> int:
               "identical": {name: len(chats) - len(differences) for name, differences in by_method.items()},
               "differences": {name: [asdict(each) for each in differences] for name, differences in by_method.items()}}
     if args.samples:
-        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], options[args.settings[0]],
+        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], stock, options[args.settings[0]],
                               args.temperature, args.samples, args.sampled_tokens)
         corrected = min(1.0, min(row["p"] for row in rows) * len(rows))
         apart = corrected < SIGNIFICANCE

@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
 from tiny import save_pair, tiny_pair
+from transformers import AutoModelForCausalLM
 
 from eval.lossless_check import explain, homogeneity, main
 
@@ -32,6 +34,14 @@ def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert "6 of 6 answers equal those of model.generate" in capsys.readouterr().out
     record = json.loads((place / "found.json").read_text())
     assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
+
+
+def test_a_checkpoint_in_16_bits_is_compared_in_float32(place, capsys):
+    """As the pair computes it, by default on a CPU. In bfloat16 `model.generate` writes other tokens."""
+    half = shutil.copytree(place / "target", place / "half")
+    AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16).save_pretrained(half)
+    assert check(place, "--samples", "0", "--target", str(half), "--max-new-tokens", "60") == 0
+    assert "6 of 6 answers equal" in capsys.readouterr().out
 
 
 def test_a_lossy_rule_is_found_out(place, capsys):
