@@ -92,8 +92,8 @@ def compare(
             for name in names:  # one after the other: rows without drafts would wait for the cycles of drafted ones
                 jobs = [pool.submit(answer, together[name], name, question, False) for question in questions
                         if question not in timed_questions and is_missing(question, name, False)]
-                progress = Progress(as_completed(jobs), desc=f"batched, {name}", unit="answer", total=len(jobs))
-                for job in progress if jobs else ():
+                done = as_completed(jobs)
+                for job in Progress(done, desc=f"batched, {name}", unit="answer", total=len(jobs)) if jobs else ():
                     log_records([job.result()])
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
