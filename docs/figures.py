@@ -8,18 +8,18 @@ from matplotlib import pyplot
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "eval" / "results"
-TASKS = {  # title: result, column, label of the axis
-    "programs, greedy, a head drafts (664)": ("qwen-code-664-t0", "accuracy", "solved (%)"),
-    "programs, greedy, a model drafts (96)": ("qwen-1.5b-drafter-chain5", "accuracy", "solved (%)"),
-    "programs at temperature 0.7 (40)": ("qwen-code-40-t0.7", "accuracy", "solved (%)"),
-    "chat, greedy (24)": ("smollm2-chat-t0", "repeated", "repeated 4-grams (%)"),
-    "chat at temperature 1 (16)": ("smollm2-chat-t1-noise", "repeated", "repeated 4-grams (%)"),
-    "chat at temperature 0.7 (16)": ("smollm2-chat-t0.7-noise", "repeated", "repeated 4-grams (%)"),
+TASKS = {  # title: result, category, column, label of the axis
+    "programs, greedy, a head drafts (664)": ("qwen-code-664-t0", "all", "accuracy", "solved (%)"),
+    "programs, greedy, a model drafts (96)": ("qwen-1.5b-drafter-chain5", "all", "accuracy", "solved (%)"),
+    "programs at temperature 0.7 (40)": ("qwen-code-40-t0.7", "all", "accuracy", "solved (%)"),
+    "chat, greedy (24)": ("smollm2-chat-t0", "all", "repeated", "repeated 4-grams (%)"),
+    "chat at temperature 1 (16)": ("smollm2-chat-t1-noise", "all", "repeated", "repeated 4-grams (%)"),
+    "chat at temperature 0.7 (16)": ("smollm2-chat-t0.7-noise", "all", "repeated", "repeated 4-grams (%)"),
 }
-DRAFTER = {  # the same of one result by category
-    "HumanEval (164)": ("qwen-1.5b-drafter-finalists", "accuracy", "solved (%)", "humaneval"),
-    "MBPP (498)": ("qwen-1.5b-drafter-finalists", "accuracy", "solved (%)", "mbpp"),
-    "GSM8K (300)": ("qwen-1.5b-drafter-finalists", "accuracy", "right (%)", "gsm8k"),
+DRAFTER = {
+    "HumanEval (164)": ("qwen-1.5b-drafter-finalists", "humaneval", "accuracy", "solved (%)"),
+    "MBPP (498)": ("qwen-1.5b-drafter-finalists", "mbpp", "accuracy", "solved (%)"),
+    "GSM8K (300)": ("qwen-1.5b-drafter-finalists", "gsm8k", "accuracy", "right (%)"),
 }
 
 
@@ -56,8 +56,8 @@ def frontier(file, tasks, rows, columns):
     """What each setting costs, over its time per answer, one panel per task."""
     figure, panels = pyplot.subplots(rows, columns, figsize=(4.5 * columns, 3.5 * rows), layout="constrained",
                                      squeeze=False)
-    for axes, (title, (name, column, label, *category)) in zip(panels.T.flat, tasks.items(), strict=True):
-        for row in stored(name)[category[0] if category else "all"]:
+    for axes, (title, (name, category, column, label)) in zip(panels.T.flat, tasks.items(), strict=True):
+        for row in stored(name)[category]:
             if row["method"].startswith("tilt"):
                 continue  # removed since
             low, high = row["time_interval"]

@@ -103,15 +103,14 @@ def explain(
 
 
 def check_greedy(
-    model: EagleModel, chats: dict, theirs: Method, methods: Mapping[str, Method], new_tokens: int
+    model: EagleModel, chats: dict, stock: PreTrainedModel, methods: Mapping[str, Method], new_tokens: int
 ) -> tuple[dict[str, list[Difference]], int]:
     """The differing answers of each method, and the total tokens of `model.generate`'s answers.
 
     Args:
         chats: a chat for each question, by the question's id.
-        theirs: `model.generate`.
     """
-    total = 0
+    theirs, total = hf_generate(model, stock=stock), 0
     by_method: dict[str, list[Difference]] = {name: [] for name in methods}
     for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
         first = theirs(chat, new_tokens).token_ids
@@ -182,7 +181,7 @@ def run(args: LosslessArguments) -> int:
     quantised = packed_form(model.target.model) == "int8"
     stock = model.target.model if quantised else model.stock_in(model.target.dtype)
     methods = {name: engine(model, **each) for name, each in options.items()}
-    by_method, tokens = check_greedy(model, chats, hf_generate(model, stock=stock), methods, args.max_new_tokens)
+    by_method, tokens = check_greedy(model, chats, stock, methods, args.max_new_tokens)
     for name, differences in by_method.items():
         print_differences(name, differences, len(chats))
     lossless = all(difference.tie for differences in by_method.values() for difference in differences)
