@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.models.check import TreeCheck
-from eagle_fsd.models.fused import FusedDecoder, Unsupported
+from eagle_fsd.models.fused import FusedDecoder, Unsupported, masked_products
+from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
@@ -63,6 +64,15 @@ def test_in_half_precision_it_is_nearer_to_full_precision_than_the_stock_decoder
     stock, fused = TargetModel(model.bfloat16()), TargetModel(model, fused=True)
     errors = [(of_trees(target, [30]).float() - exact).norm().item() for target in (stock, fused)]
     assert errors[1] < 1.1 * errors[0] < 0.1 * exact.norm().item()
+
+
+def test_products_and_a_softmax_are_attention():
+    """Computed on CUDA where PyTorch's kernel would have few blocks; here without one."""
+    torch.manual_seed(0)
+    queries, keys, values = (torch.randn(3, 2, count, 16) for count in (7, 40, 40))
+    mask = additive(torch.rand(3, 7, 40) < 0.5, torch.float32)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=0.3)
+    assert_close(masked_products(queries, keys, values, mask, 0.3), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -34,7 +34,7 @@ def find_flash(device: torch.device) -> Callable | None:
     for name in (name for name, supported in packages.items() if supported):
         try:
             module = importlib.import_module(name)
-            return _version_4(module) if name == "flash_attn.cute" else module.flash_attn_with_kvcache
+            return _version_4(module, major) if name == "flash_attn.cute" else module.flash_attn_with_kvcache
         except ModuleNotFoundError:
             continue
         except Exception as error:  # an extension built for another torch can raise any exception
@@ -42,13 +42,15 @@ def find_flash(device: torch.device) -> Callable | None:
     return None
 
 
-def _version_4(module: ModuleType) -> Callable:
-    """Adapt version 4 to the signature of the others. num_splits=0, their default, selects the number of splits."""
+def _version_4(module: ModuleType, major: int) -> Callable:
+    """Adapt version 4 to the signature of the others. num_splits=0, their default, selects the number of splits of the
+    keys; on Hopper version 4 has no splits, and fails where it selects more than one."""
+    splits = 1 if major == 9 else 0
 
     def flash_attn_with_kvcache(query, key, value, *, cache_seqlens, return_softmax_lse, **options):
         ragged = functools.partial(module.flash_attn_varlen_func, seqused_k=cache_seqlens)
         flash = module.flash_attn_func if cache_seqlens is None else ragged
-        return flash(query, key, value, num_splits=0, return_lse=return_softmax_lse, **options)
+        return flash(query, key, value, num_splits=splits, return_lse=return_softmax_lse, **options)
 
     return flash_attn_with_kvcache
 

@@ -27,6 +27,7 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # the angles depend on the position alone
 SPARE = 1024  # additional positions of a rotary table, for the next request
 MERGED_ROWS = 64  # up to this many queries, the heads that share keys are computed as rows of one head
+BLOCK_ROWS, FEW_BLOCKS = 64, 128  # of PyTorch's CUDA kernel: queries of a block; fewer leave multiprocessors idle
 
 
 class Unsupported(ValueError):
@@ -162,12 +163,14 @@ def attention_over(
     PyTorch's CPU kernel converts the keys for each head. Up to MERGED_ROWS queries, the heads that share keys are
     therefore computed as rows of one head: several times as fast for one token, a tenth faster for a tree. On CUDA
     a mask always merges them, because only the slowest kernel supports both a mask and shared keys (0.3 ms of CPU time
-    per layer on an H100).
+    per layer on an H100). There a block of that kernel reads all keys of a head, one after the other, and few queries
+    make few blocks: then two products and a softmax are faster, the more so the longer the text.
     """
     rows = 1 if mask is None else mask.shape[2]
     merged = not causal and (groups * rows <= MERGED_ROWS or mask is not None and mask.is_cuda)
     if mask is not None and merged and groups > 1:
         mask = mask.repeat(1, 1, groups, 1)
+    wide = mask.float() if mask is not None and mask.is_cuda else None
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         batch, count, heads, size = queries.shape
@@ -178,10 +181,26 @@ def attention_over(
             return out.transpose(1, 2).reshape(batch, count, -1)
         grouped = queries.view(batch, count, -1, groups, size).permute(0, 2, 3, 1, 4)  # [B, K, G, N, S]
         queries = grouped.reshape(batch, -1, groups * count, size)
-        out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        blocks = batch * keys.shape[1] * -(-groups * count // BLOCK_ROWS)
+        if wide is not None and blocks < FEW_BLOCKS:
+            out = masked_products(queries, keys, values, wide, scale)
+        else:
+            out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         return out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).reshape(batch, count, -1)
 
     return attend
+
+
+def masked_products(
+    queries: Tensor,  # [B, K, N, S]
+    keys: Tensor,  # [B, K, M, S]
+    values: Tensor,  # [B, K, M, S]
+    mask: Tensor,  # [B, 1, N, M] float32, additive
+    scale: float,
+) -> Tensor:  # [B, K, N, S]
+    """Attention as two products and a softmax in float32."""
+    scores = torch.add(mask, queries @ keys.mT, alpha=scale)
+    return scores.softmax(-1).to(values.dtype) @ values
 
 
 class FusedDecoder:
