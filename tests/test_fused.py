@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.models.check import TreeCheck
-from eagle_fsd.models.fused import FusedDecoder, Unsupported, masked_products
+from eagle_fsd.models.fused import FusedDecoder, Unsupported, attention_over, masked_products
 from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
@@ -73,6 +73,17 @@ def test_products_and_a_softmax_are_attention():
     mask = additive(torch.rand(3, 7, 40) < 0.5, torch.float32)
     expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=0.3)
     assert_close(masked_products(queries, keys, values, mask, 0.3), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (1, 60), (8, 60)])  # the last has too many blocks for products
+def test_attention_on_cuda_is_that_of_the_cpu(batch, count):
+    torch.manual_seed(0)
+    given = torch.randn(batch, count, 32, 64), *torch.randn(2, batch, 8, 300, 64)
+    mask = additive(torch.rand(batch, count, 300) < 0.5, torch.float32)
+    expected = attention_over(mask, False, 4)(*given, 0.1)
+    found = attention_over(mask.cuda(), False, 4)(*(each.cuda() for each in given), 0.1)
+    assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
