@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import bullets, markdown, percent, record_path, shown, with_span, write_record
+from eagle_fsd.measure.records import bullets, decimals, markdown, percent, record_path, shown, with_span, write_record
 from eagle_fsd.measure.statistics import FEWEST, places_by_category, speeds
 from eval.plots import plot_speeds
 
@@ -145,7 +145,7 @@ def speed_row(method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
             for ours, theirs in zip(method, baseline, strict=True)]
     return {
         "questions": len(method), **speeds(tokens, seconds, their_tokens, their_seconds),
-        "tau": sum(emitted) / len(emitted) if emitted else 1.0,
+        "tau": sum(emitted) / len(emitted) if emitted else None,  # files of other code have no accept_lengths
         "tokens_per_question": float(tokens.mean()), "baseline_tokens_per_question": float(their_tokens.mean()),
         "same": sum(same) / len(same),
     }
@@ -163,7 +163,7 @@ def speed_table(rows: Mapping[str, Sequence[Mapping]]) -> str:
         "tokens/s": f"{row['tokens_per_second']:.1f}",
         "speed-up (95%)": with_span(f"{row['speedup']:.2f}x", row["speedup_interval"]),
         "time over the baseline's (95%)": with_span(f"{row['time']:.2f}", row["time_interval"]),
-        "tau": f"{row['tau']:.2f}", "s/question": f"{row['seconds_per_answer']:.2f}",
+        "tau": decimals(row["tau"]), "s/question": f"{row['seconds_per_answer']:.2f}",
         "tokens/question": f"{row['tokens_per_question']:.0f}",
         "baseline's": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
     } for category, each in rows.items() for row in each)
