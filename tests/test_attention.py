@@ -307,6 +307,19 @@ def test_captured_cycles_use_no_package_that_computes_something_else(install, mo
     assert works == (not changed) and package.calls
 
 
+def test_captured_cycles_use_no_package_that_fails_after_a_long_text(install, monkeypatch, caplog):
+    package = install(8, "flash_attn")["flash_attn"]
+    exact = package.flash_attn_with_kvcache
+
+    def short_only(query, key, value, **options):
+        assert key.shape[1] < 1000, "no splits"
+        return exact(query, key, value, **options)
+
+    monkeypatch.setattr(package, "flash_attn_with_kvcache", short_only)
+    assert not flash_works.__wrapped__(32, 8, 128, torch.bfloat16, torch.device("cpu"))
+    assert "flash-attn fails: AssertionError('no splits" in caplog.text
+
+
 def test_a_broken_package_is_passed_over_and_said_so(install, monkeypatch, caplog):
     install(9, "flash_attn_interface")
     monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(OSError("undefined symbol")))
