@@ -1,6 +1,6 @@
 #!/bin/bash
-# Checks on a GPU, in parts, the most important ones first; the first three take some five minutes.
-#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [chain] [stock] [pair] [model] [train]       # none: all parts
+# Checks on a GPU, in parts, the most important ones first; the first five take some four minutes.
+#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [long] [chain] [stock] [pair] [model] [train]       # none: all parts
 #   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands on a small scale
 # Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run.
 # TARGET, DRAFT: a pair; if omitted, the small pair of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
@@ -23,6 +23,8 @@ fi
 PROMPTS=16 EACH=3 TOKENS=128
 SHAPE=(--shape llama-3.1-8b --nodes 1 60 8 16 128 --rows 1 8 --tree 60,6,10 --context 256 --rounds 10
        --captured --draft-vocabularies 0 32000)
+LONG=(--shape llama-3.1-8b --nodes 1 60 --rows 1 8 --tree 60,6,10 --context 4000 --rounds 10 --settings exact
+      --captured --draft-vocabularies 32000)
 CHAIN=(--shape llama-3.1-8b --draft-shape qwen2.5-0.5b --settings exact --context 256 --rounds 10 --captured)
 ASKED=(--self-prompted 200 --batch 200 --max-length 1024 --max-new-tokens 128)
 STEPS=(--steps 200 --batch-tokens 16384 --eval-every 100)
@@ -30,6 +32,7 @@ if [ "$DEVICE" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     PROMPTS=2 EACH=1 TOKENS=8
     SHAPE=(--shape tiny --nodes 1 8 --tree 8,4,2 --context 16 --rounds 2 --captured --draft-vocabularies 0 64)
+    LONG=(--shape tiny --nodes 1 8 --tree 8,4,2 --context 64 --rounds 2 --settings exact --captured)
     CHAIN=(--shape tiny --draft-shape tiny --settings exact --context 16 --rounds 2 --captured)
     for word in {one,two,three,four,five,six}" "{eggs,cats,days,trees}; do
         echo "{\"messages\": [{\"role\": \"user\", \"content\": \"Count on from $word, please.\"}," \
@@ -66,6 +69,10 @@ part_forwards() {  # random weights of an 8B shape, compared with the time to re
     take forwards "$PYTHON" -m eval.forwards "${SHAPE[@]}" --device "$DEVICE" --out "$OUT/forwards"
 }
 
+part_long() {  # after a long text, where attention counts
+    take forwards-long "$PYTHON" -m eval.forwards "${LONG[@]}" --device "$DEVICE" --out "$OUT/forwards-long"
+}
+
 part_chain() {  # a causal LM drafts chains; random weights
     local levels
     for levels in 5 15; do
@@ -100,7 +107,7 @@ part_train() {  # the target's own answers, then an EAGLE-2 and an EAGLE-3 head;
     done
 }
 
-parts=("$@"); [ ${#parts[@]} = 0 ] && parts=(tests identity forwards chain stock pair model train)
+parts=("$@"); [ ${#parts[@]} = 0 ] && parts=(tests identity forwards long chain stock pair model train)
 for part in "${parts[@]}"; do
     declare -F "part_$part" >/dev/null || { echo "there is no part $part"; exit 2; }
 done
