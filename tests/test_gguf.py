@@ -4,7 +4,9 @@ exported to llama.cpp."""
 import json
 import logging
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,7 +97,9 @@ def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
         (folder,) = set(pool.map(dequantised, [file] * 4))  # threads wait for the first
     assert caplog.text.count(f"dequantising {file} to {folder}") == 1
     assert [path.name for path in cache.iterdir()] == [folder.name]  # no half of it is left
-    assert [path.name for path in cache.parent.iterdir()] == ["gguf"]  # and no lock
+    assert sorted(path.name for path in cache.parent.iterdir()) == ["digests", "gguf"]  # and no lock
+    (tmp_path / "copy").mkdir()
+    assert dequantised(Path(shutil.copy(file, tmp_path / "copy"))) == folder  # a copy elsewhere, of another time
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert target_source(file) == str(folder) and (folder / "model.safetensors").stat().st_mtime_ns == before
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())

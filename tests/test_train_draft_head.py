@@ -165,7 +165,7 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     assert_same_run(output, whole)
     run(place, "killed")  # a finished run trains no further
     assert_same_run(output, whole)
-    with pytest.raises(ValueError, match="another lr, seed"):
+    with pytest.raises(ValueError, match=r"other settings \(lr, seed\)"):
         run(place, "killed", lr=1e-3, seed=3)
 
 
@@ -255,7 +255,7 @@ def test_a_worse_head_does_not_replace_the_best(place, monkeypatch):
 def test_stored_features_and_accumulated_parts_give_the_same_curve(place, whole):
     model, _ = load_target(place / "target", dtype="float32")
     write_features(TargetModel(model), Documents.load(place / "data"), place / "features")
-    run(place, "stored", features=place / "features", gradient_accumulation=3, evaluate=False)
+    run(place, "stored", features=place / "features", gradient_accumulation=3)
     np.testing.assert_allclose(losses(place / "stored"), losses(whole), atol=1e-3)
 
 
@@ -422,6 +422,12 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
     for changes in ({"data": place / "data"}, {"conversations": ()}):
         with pytest.raises(ValueError, match="pass either --conversations or --data"):
             train(settings(place, tmp_path / "run", **given | changes))
+    lines = asked.read_text().splitlines()
+    asked.write_text("\n".join(lines[:9]))
+    with pytest.raises(ValueError, match="asked.jsonl changed since its answers in .*data were made"):
+        train(settings(place, tmp_path / "run", **given))
+    with pytest.raises(ValueError, match="asked.jsonl has 9 usable conversations, and 10 are needed"):
+        train(settings(place, tmp_path / "few", **given))
 
 
 def interrupted(*_):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -153,9 +154,15 @@ def run(arguments: Arguments) -> dict:
             records = exclude_overlapping(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
                                            quiet=bool(own))
-    about = {"target": arguments.target, "data": list(arguments.data), "regenerated": arguments.regenerate,
-             "self_prompted": arguments.self_prompted}
+    about = {"target": arguments.target, "data": list(arguments.data), "sha256": digests(arguments.data),
+             "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted}
     return documents.save(arguments.out, about | counts)
+
+
+def digests(sources: Sequence[str]) -> list[str | None]:
+    """SHA-256 of the content of each file; None: the source is no file."""
+    return [hashlib.sha256(Path(source).read_bytes()).hexdigest() if Path(source).is_file() else None
+            for source in sources]
 
 
 def with_system(record: Record, text: str) -> Record:

@@ -18,6 +18,16 @@ from .config import TrainingConfig
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 
 
+HELD_OUT = 10  # one document of so many is held out
+
+
+def check_size(count: int, place: str, unit: str) -> None:
+    """Raise ValueError if there are too few to hold one out."""
+    if count < HELD_OUT:
+        raise ValueError(f"{place} has {count} {unit}, and {HELD_OUT} are needed to hold one out for evaluation: add "
+                         "some, or pass --eval-data or --no-evaluate")
+
+
 @dataclass(frozen=True)
 class DocumentSplit:
     """The documents of a run.
@@ -34,7 +44,8 @@ class DocumentSplit:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> DocumentSplit:
-        """Evaluate on `eval_data`, or else on the last documents of `data`, which are then not learned.
+        """Evaluate on `eval_data`, or else on the last documents of `data`, which are then not learned. Without
+        evaluation all of `data` is learned.
 
         Raises:
             ValueError: a folder is not a dataset, or the dataset is too small to hold documents out.
@@ -44,9 +55,10 @@ class DocumentSplit:
         if config.eval_data is not None:
             held_out = Documents.load(config.eval_data)
             return cls(documents, np.arange(count), held_out, np.arange(min(config.eval_documents, len(held_out))))
-        kept = min(config.eval_documents, count // 10)
-        if kept < 1:
-            raise ValueError(f"{config.data} has {count} documents, 10 are needed to hold one out: add --eval-data")
+        if not config.evaluate:
+            return cls(documents, np.arange(count), documents, np.arange(0))
+        check_size(count, str(config.data), "documents")
+        kept = min(config.eval_documents, count // HELD_OUT)
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
     def prompts(self, tokens: int) -> list[list[int]]:

@@ -10,10 +10,12 @@ configures FSDP (train/fsdp.yaml). After Ctrl-C or a crash, the same command con
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ import tyro
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
+from eagle_fsd.data.conversations import read_records
 from eagle_fsd.data.documents import is_dataset
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.progress import Progress
@@ -32,6 +35,7 @@ from eagle_fsd.models.loading import bfloat16_is_faster
 from . import features, prepare_data
 from .config import RECIPES, TrainingConfig
 from .evaluation import Evaluation
+from .schedule import check_size
 from .states import Logs, fixed_settings, resume, save_state
 from .stopping import StopRequest, any_process
 from .trainer import Trainer, make_accelerator
@@ -78,7 +82,7 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
 
     Raises:
         ValueError: both conversations and a dataset, or neither; conversations with several processes; see also
-            `prepare_data.run`.
+            `prepare_data.run`; too few conversations to hold one out, or others than those already answered.
     """
     if bool(config.conversations) == (config.data is not None):
         raise ValueError("pass either --conversations or --data")
@@ -98,7 +102,13 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
         raise ValueError(f"--conversations needs a single process: run {__package__}.prepare_data first, and pass "
                          "--data")
     data, stored = config.output / "data", config.output / "features"
-    if not is_dataset(data):
+    if is_dataset(data):
+        check_unchanged(config.conversations, data)
+    else:
+        if config.evaluate and config.eval_data is None:  # before they are answered
+            count = sum(record.messages is not None for source in config.conversations
+                        for record in read_records(source, unanswered=True))
+            check_size(count, ", ".join(config.conversations), "usable conversations")
         prepare_data.run(prepare_data.Arguments(
             target=config.target, out=data, data=config.conversations, regenerate="greedy",
             max_new_tokens=ANSWER_TOKENS, quantization=config.quantization, trust_remote_code=config.trust_remote_code))
@@ -108,6 +118,14 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
                                         quantization=config.quantization, trust_remote_code=config.trust_remote_code))
         config = replace(config, features=stored)
     return config
+
+
+def check_unchanged(conversations: Sequence[str], data: Path) -> None:
+    """Raise ValueError if a file's content is not that of which a dataset was made."""
+    made_of = json.loads((data / "summary.json").read_text(encoding="utf-8")).get("sha256")  # 0.3 and older: missing
+    if made_of is not None and made_of != prepare_data.digests(conversations):
+        raise ValueError(f"{', '.join(conversations)} changed since its answers in {data} were made: choose another "
+                         "output, or delete that folder")
 
 
 def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopRequest) -> None:

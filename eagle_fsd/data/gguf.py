@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 # Without it, newer versions of `transformers` keep the weights packed.
 packed = getattr(transformers, "GgufConfig", None)
 UNPACKED = {} if packed is None else {"quantization_config": packed(dequantize=True)}
+PART = 1 << 20  # bytes read at a time
 DTYPE = torch.bfloat16  # of the cached weights; it is precise enough for 4-bit values
-FORMAT = 2  # of the cache; models of another format are dequantised again
-ENDS = 1 << 20  # bytes of the beginning and the end in `fingerprint`
+FORMAT = 3  # of the cache; models of another format are dequantised again
 # Tokenizers for which llama.cpp adds BOS if the file does not specify it.
 ADDS_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 # The names of tokens at which llama.cpp ends an answer (`special_eog_ids` of its vocabulary).
@@ -99,15 +99,24 @@ def dequantised(file: Path) -> Path:
 
 
 def fingerprint(file: Path) -> str:
-    """An identifier of a file's version: its size, modification time, beginning and end. Reading the whole file would
-    take seconds at every start."""
+    """An identifier of a file's content, so that copies share what was dequantised. Reading the whole file would take
+    seconds at every start, or more: it is remembered by size, modification time, beginning and end."""
     info = file.stat()
-    digest = hashlib.sha256(f"{FORMAT} {info.st_size} {info.st_mtime_ns}".encode())
+    version, whole = hashlib.sha256(f"{info.st_size} {info.st_mtime_ns}".encode()), hashlib.sha256(f"{FORMAT}".encode())
     with open(file, "rb") as content:
-        for start in (0, max(0, info.st_size - ENDS)):
+        for start in (0, max(0, info.st_size - PART)):
             content.seek(start)
-            digest.update(content.read(ENDS))
-    return digest.hexdigest()[:16]
+            version.update(content.read(PART))
+        known, name = cache_directory() / "digests", version.hexdigest()[:16]
+        for marker in known.glob(f"{name}-{FORMAT}-*"):
+            return marker.name.rpartition("-")[2]
+        content.seek(0)
+        while part := content.read(PART):
+            whole.update(part)
+    found = whole.hexdigest()[:16]
+    known.mkdir(parents=True, exist_ok=True)
+    (known / f"{name}-{FORMAT}-{found}").touch()  # at once whole, also beside other threads and processes
+    return found
 
 
 def make_room(models: Path, needed: int) -> None:
