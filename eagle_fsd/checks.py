@@ -52,6 +52,8 @@ def check_interval(name: str, value: object, upper: float, closed: bool, of: str
     """Raise unless 0 <= value <= upper (or < upper); `of` names the owner of the option, such as "of rule 'fsd' "."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(name, problem=f"{of}must be a number, got {value!r}")
+    if upper == 0 != value:
+        raise OptionError(name, problem=f"{of}must be 0, got {value!r}: decoding is lossless there")
     if not (0 <= value < upper or (closed and value == upper)):
         raise OptionError(name, problem=f"{of}must lie in [0, {upper:g}{']' if closed else ')'}, got {value!r}")
 

@@ -23,7 +23,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    missing = "lm-evaluation-harness is not installed: pip install 'eagle_fsd[lm_eval]'"
+    missing = "lm-evaluation-harness is not installed: pip install 'eagle_fsd[lm_eval]', in a checkout '.[lm_eval]'"
     if __name__ == "__main__":
         sys.exit(f"eagle_fsd.lm_eval: {missing}")
     raise ImportError(missing) from error

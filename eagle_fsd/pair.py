@@ -184,7 +184,7 @@ class EagleModel:
             # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[params.temperature] if params.lossless else None
             return Drafting(self.sizing, params.temperature, pause)
-        return Drafting(Choice(self.check_tree(params.tree or self.default_tree)))
+        return Drafting(Choice(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.

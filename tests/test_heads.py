@@ -30,6 +30,7 @@ def test_one_head_or_the_preferred_one_is_taken(tmp_path):
 
 def test_load_takes_the_known_head_and_says_so(pair, tokenizer, monkeypatch, caplog):
     asked = []
+    monkeypatch.setattr(pairs, "is_causal_lm", lambda draft: False)
     monkeypatch.setattr(pairs, "load_head", lambda draft: asked.append(draft) or pair.draft)
     parts = (pair.target.model, tokenizer)
     monkeypatch.setattr(pairs, "load_compact", lambda target, **_: asked.append(target) or (*parts, None))

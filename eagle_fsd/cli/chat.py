@@ -105,7 +105,9 @@ class Terminal:
             return False
         except BrokenPipeError:
             raise
-        except (ValueError, TypeError, OSError) as error:
+        except OSError as error:
+            print(f"{error.filename}: {error.strerror}" if error.filename else error)
+        except (ValueError, TypeError) as error:
             print(error)
         return True
 

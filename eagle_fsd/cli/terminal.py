@@ -68,6 +68,6 @@ def describe_output(output: Output) -> str:
     stats, sources = output.stats, [receipt.source for receipt in output.receipts]
     return (
         f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, {stats.mean_accepted_length:.2f} "
-        f"tokens per forward, {sources.count('target')} target, {sources.count('exact')} exact, "
-        f"{sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}"
+        f"tokens per forward, {sources.count('target')} by the target, {sources.count('exact')} drafted and "
+        f"exact, {sources.count('fuzzy')} fuzzy, ended by {output.finish_reason}, seed {output.seed}"
     )

@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 
 def check_source(name: str, source: object) -> str:
-    """A directory or hub id as a string.
+    """A directory or hub id as a string; GGUF files are not for this function.
 
     A missing path is not looked up at the hub, which takes half a minute without a network. A string is taken as a path
     if it is no valid hub id, has the suffix of a weights file, or its parent is an existing folder.
@@ -21,13 +21,13 @@ def check_source(name: str, source: object) -> str:
         ValueError: `source` is a file or a missing path.
     """
     if not isinstance(source, (str, Path)):
-        raise TypeError(f"{name} must be a directory or a hub id, got {source!r}")
+        raise TypeError(f"{name} must be a directory, a GGUF file or a hub id, got {source!r}")
     text, path = str(source), Path(source)
     if path.is_file():
-        raise ValueError(f"{name} must be a directory or a hub id, {text!r} is a file")
+        raise ValueError(f"{name} must be a directory, a GGUF file or a hub id, {text!r} is a file")
     if path.is_dir() and text:
         return text
-    accepted = f"{name} must be a directory or a hub id"
+    accepted = f"{name} must be a directory, a GGUF file or a hub id"
     if path.suffix in (".gguf", ".safetensors", ".bin", ".pt"):
         raise ValueError(f"{accepted}, there is no file {text!r}")
     if isinstance(source, Path) or not is_hub_id(text):
@@ -57,7 +57,10 @@ def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:
     if Path(source).is_dir():
         path = Path(source) / filename
         return str(path) if path.is_file() else None
-    return cached_file(source, filename, _raise_exceptions_for_missing_entries=needed)
+    try:
+        return cached_file(source, filename, _raise_exceptions_for_missing_entries=needed)
+    except OSError as error:  # without a network its message does not name the repository
+        raise OSError(f"{source}: {error}") from error
 
 
 def in_cache(hub_id: str) -> bool:

@@ -41,6 +41,7 @@ class Stats:
     The seconds of a request in a batch are wall-clock time, which all its requests share.
 
     Attributes:
+        target_forwards: verify forwards. That of the prompt, which gives the first token, is not counted.
         accepted_lengths: draft tokens accepted by each verify forward, without the target's own;
             `mean_accepted_length` is their mean plus 1.
         budget_spent: with a budget, the total regret of fuzzy tokens in nats.
@@ -53,7 +54,7 @@ class Stats:
     """
 
     new_tokens: int = 0
-    target_forwards: int = 0  # verify forwards, without the prefill
+    target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list, repr=False)
     prefill_seconds: float = 0.0  # up to and including the first token
     decode_seconds: float = 0.0

@@ -119,6 +119,7 @@ def is_causal_lm(source: str | Path) -> bool:
     source = check_source("a draft head or causal LM", source)
     if Path(source, "adapter_config.json").is_file():
         return True
+    fetch(source, "config.json", needed=True)  # where the hub cannot be reached, each further file would take 20 s
     files = weight_files(source)
     if not files:
         return False  # `load_head` says what is missing
