@@ -69,8 +69,8 @@ def resume(trainer: Trainer) -> bool:
         fault = error
     changed = [name for name, value in fixed_settings(trainer.config).items() if recorded.get(name) != value]
     if changed and fault is None:
-        raise ValueError(f"{output} has a run with other settings ({', '.join(changed)}): choose another output, or delete it. "
-                         "--init-from HEAD trains a finished head further")
+        raise ValueError(f"{output} has a run with other settings ({', '.join(changed)}): choose another output, "
+                         "or delete it. --init-from HEAD trains a finished head further")
     try:
         if fault is None:
             accelerator.load_state(str(states[-1]))
