@@ -138,7 +138,8 @@ def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, 
     with_heads(monkeypatch, tmp_path)
     monkeypatch.setattr(catalogue, "packaged_target", lambda: None)
     assert find_head(SMOL) is None  # without its folder it is not known
-    names = {SMOL: HEAD, CODER: "qwen2.5-coder-0.5b-instruct-eagle2"}
+    names = {SMOL: HEAD, CODER: "qwen2.5-coder-0.5b-instruct-eagle2",
+             CODER.replace("0.5B", "1.5B"): "qwen2.5-coder-1.5b-instruct-eagle2"}
     for target, name in names.items():
         (tmp_path / name).mkdir()
         assert find_pair(target, None) == (target, str(tmp_path / name))
