@@ -16,8 +16,6 @@ from eagle_fsd.data.documents import Documents
 from .config import TrainingConfig
 
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
-
-
 HELD_OUT = 10  # one document of so many is held out
 
 

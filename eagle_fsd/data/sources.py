@@ -20,14 +20,14 @@ def check_source(name: str, source: object) -> str:
         TypeError: `source` is neither a string nor a path.
         ValueError: `source` is a file or a missing path.
     """
+    accepted = f"{name} must be a directory, a GGUF file or a hub id"
     if not isinstance(source, (str, Path)):
-        raise TypeError(f"{name} must be a directory, a GGUF file or a hub id, got {source!r}")
+        raise TypeError(f"{accepted}, got {source!r}")
     text, path = str(source), Path(source)
     if path.is_file():
-        raise ValueError(f"{name} must be a directory, a GGUF file or a hub id, {text!r} is a file")
+        raise ValueError(f"{accepted}, {text!r} is a file")
     if path.is_dir() and text:
         return text
-    accepted = f"{name} must be a directory, a GGUF file or a hub id"
     if path.suffix in (".gguf", ".safetensors", ".bin", ".pt"):
         raise ValueError(f"{accepted}, there is no file {text!r}")
     if isinstance(source, Path) or not is_hub_id(text):
