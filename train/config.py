@@ -159,7 +159,7 @@ RECIPES: dict[str, tuple[str, dict]] = {
                {"head": "eagle3", "draft_vocab_size": 32_000, "objective": OBJECTIVES["eagle3"], "epochs": 10.0,
                 "lr": 5e-5, "warmup": 1000}),
     # The output layer dominates the cost of a step and of a draft level: compute some rows of it at some positions.
-    "small": ("targets of 0.1 to 0.5 B parameters on a CPU, from stored features",
+    "small": ("targets of 0.1 to 1.5 B parameters on a CPU, from stored features",
               {"draft_vocab_size": 8192, "objective": OBJECTIVES["sparse"], "batch_tokens": 4096,
                "gradient_accumulation": 1, "lr": 1.5e-3, "warmup": 100, "save_every": 200, "eval_every": 500,
                "tree": TreeConfig(16, 5, 4)}),

@@ -108,7 +108,7 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     if drafter is None:
         seconds = fastest({
             "plain": cycle(None), "plain rows": cycle(None, ROWS),
-            **{count: cycle(None, copied=count) for count in MEASURED_NODES}}, target.device)
+            **{count: cycle(TreeConfig(count, count - 1, 1), copies=True) for count in MEASURED_NODES}}, target.device)
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
@@ -147,21 +147,21 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
 
 
 def _measured_cycle(
-    target: TargetModel, drafter: Drafter | None, tree: TreeConfig | Choice | None, rows: int = 1, copied: int = 0,
+    target: TargetModel, drafter: Drafter | None, tree: TreeConfig | Choice | None, rows: int = 1, copies: bool = False,
     before: int = CONTEXT,
 ) -> Callable[[], object]:
-    """A cycle with this tree, or with this many copied nodes, for this many rows, after the context that all
+    """A cycle with this tree, of copies or of the drafter's nodes, for this many rows, after the context that all
     measurements share."""
     room = max(MEASURED_NODES) + LONG
     limits = [limit for limit in (target.max_positions, drafter and drafter.max_positions) if limit]
     context = min([before, *(limit - room for limit in limits)])
     if context < 4:
         raise ValueError(f"a model with {min(limits)} positions has no room to measure its latency in")
-    prompt = torch.randint(target.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    decoder = greedy_decoder(target, drafter, [prompt] * rows, tree, room)
-    if copied:
+    tokens = torch.randint(target.vocab_size, (context + room,), generator=torch.Generator().manual_seed(0)).tolist()
+    decoder = greedy_decoder(target, drafter, [tokens[:context]] * rows, tree, room)
+    if copies:
         for request in decoder.requests:
-            request.text_source = SameCopies(prompt[: copied - 1])
+            request.text_source = SameCopies(tokens[context:][: tree.total_tokens - 1])
     return same_cycle(decoder)
 
 
@@ -224,7 +224,7 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> str:
     threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
     return "; ".join([
         packed_form(target.model) or "plain", target.digest(),
-        "no head" if drafter is None else drafter.digest(), str(target.dtype),
+        "copies alone" if drafter is None else drafter.digest(), str(target.dtype),
         *([packed_form(drafter.model) or "plain", str(drafter.dtype), drafter.computed_by, str(drafter.device)]
           if isinstance(drafter, TargetModel) else []),
         torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
