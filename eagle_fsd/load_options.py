@@ -24,7 +24,7 @@ class LoadOptions(Options):
             If no head is known, drafts are only copied from the text.
         dtype: dtype of the computation: "auto", a torch dtype or its name. On a GPU, "auto" is that of the checkpoint.
             On a CPU it is float32, so that lossless texts equal those of model.generate in float32; weights stored in
-            16 bits stay in 16 bits (`prepack`). "bfloat16" drafts faster on processors that multiply it and halves the
+            16 bits stay in 16 bits (`prepack`). "bfloat16" may be faster on processors that multiply it, and halves the
             cache, but texts may differ where rounding makes two tokens tie. If "auto" cannot keep 16 bits (with
             quantisation, prepack=False, experts, or a processor without AVX2), it is bfloat16 for weights stored so
             if the processor computes faster in it.

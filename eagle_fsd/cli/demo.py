@@ -28,7 +28,7 @@ class DemoCommand:
     """Compare plain, exact and fuzzy decoding on a question, a rewrite, a function and a follow-up turn.
 
     Exact decoding gives the tokens of model.generate. The demo computes in float32 from 16-bit weights. With --dtype
-    bfloat16, which is faster with drafting, two tokens can tie after rounding, and the texts may differ from there.
+    bfloat16 two tokens can tie after rounding, and the texts may differ from there.
 
     Args:
         threshold: threshold of fsd.
