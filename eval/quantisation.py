@@ -26,7 +26,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import choose_questions
 from eagle_fsd.measure.comparison import compare, store
-from eagle_fsd.measure.grading import check_gradable
+from eagle_fsd.measure.grading import CODE_END, check_gradable
 from eagle_fsd.measure.methods import Method, described, engine
 from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
@@ -48,6 +48,7 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
         tokens: most tokens of each text.
         batch: number of questions to answer together, except the timed ones; 1: answer and time every question alone.
         timed: with --batch, number of questions to answer alone, interleaved, for timing.
+        stop_after_code: end answers after their first fenced code block.
     """
 
     likelihood: Path
@@ -55,6 +56,7 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
     tokens: int = 512
     batch: int = 1
     timed: int = 24
+    stop_after_code: bool = False
     tree: Tree = None
 
 
@@ -91,9 +93,11 @@ def run(args: QuantisationArguments) -> None:
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
     likelihood = likelihoods({name: model.target for name, model in models.items()}, texts)
-    options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree}
+    stop = {"stop": CODE_END} if args.stop_after_code else {}
+    options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
+               **stop}
     methods = {name: engine(model, **options) for name, model in models.items()}
-    about = described(models[STORED], args)
+    about = described(models[STORED], args) | stop
     with ExitStack() as stack:
         together = None if args.batch == 1 else {
             name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}

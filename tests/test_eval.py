@@ -353,8 +353,11 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
         losses = [pair.target.model(ids, labels=ids).loss.item() for ids in texts]
     assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
+    first = json.loads((tmp_path / "both.answers.jsonl").read_text().splitlines()[1])["turns"][0]
+    monkeypatch.setattr(quantisation, "CODE_END", first[2:4])
     assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--batch",
-                              "2", "--timed", "1", "--out", str(tmp_path / "batched")]) == 0
+                              "2", "--timed", "1", "--stop-after-code", "--out", str(tmp_path / "batched")]) == 0
+    assert json.loads((tmp_path / "batched.answers.jsonl").read_text().splitlines()[1])["turns"][0] == first[:2]
     batched = json.loads((tmp_path / "batched.json").read_text())["rows"]["all"]
     assert [row["timed"] for row in batched] == [1, 1] and [row["same_answers"] for row in batched] == [1, 1]
 
