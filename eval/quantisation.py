@@ -4,9 +4,10 @@
         --run-code --out eval/results/qwen-int8
 
 Perplexity is the target's over the first --tokens tokens of each text in --likelihood, which is the first turn of a
-question without the chat template. Both forms answer --questions losslessly and in turn; `eval.benchmark` explains the
-columns. With --batch only --timed questions are answered in turn, and the others in batches, without drafts. KL is the
-divergence of the int8 target from the stored one, in nats per token.
+question without the chat template. The prediction after the first token is left out: in int8 it can be far off, without
+an effect on later ones, and no answer uses it. Both forms answer --questions losslessly and in turn; `eval.benchmark`
+explains the columns. With --batch only --timed questions are answered in turn, and the others in batches, without
+drafts. KL is the divergence of the int8 target from the stored one, in nats per token.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]])
     """Perplexity of each target; KL divergence and share of equal best tokens of the second and the first."""
     nats, divergence, same, count = dict.fromkeys(targets, 0.0), 0.0, 0, 0
     for ids in Progress(texts, desc="reading", unit="text"):
-        log_p = {name: log_probs(target, ids) for name, target in targets.items()}
+        log_p = {name: log_probs(target, ids)[1:] for name, target in targets.items()}
         for name, each in log_p.items():
-            nats[name] -= each.gather(1, torch.tensor(ids[1:], device=each.device)[:, None]).sum().item()
+            nats[name] -= each.gather(1, torch.tensor(ids[2:], device=each.device)[:, None]).sum().item()
         first, second = log_p.values()
         divergence += (first.exp() * (first - second)).sum().item()
         same += (first.argmax(-1) == second.argmax(-1)).sum().item()
-        count += len(ids) - 1
+        count += len(ids) - 2
     return {**{f"perplexity, {name}": math.exp(total / count) for name, total in nats.items()},
             "KL": divergence / count, "same best token": same / count, "tokens": count}
 
@@ -87,7 +88,7 @@ def in_batches(model: EagleModel, stack: ExitStack, rows: int, **options: object
 def run(args: QuantisationArguments) -> None:
     check_counts(args, "per_category", "limit", "max_new_tokens", "repeats", "batch")
     check_counts(args, "timed", least=0)
-    check_counts(args, "tokens", least=2)
+    check_counts(args, "tokens", least=3)
     questions, read = args.chosen_questions(), choose_questions([args.likelihood], args.per_category)
     check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
