@@ -74,12 +74,10 @@ class Half:
 
 
 class Int8:
-    """A weight in int8 with a scale per output; rows are rounded to int8 with a scale and a zero per row.
+    """A weight in int8 with a scale per output; rows are rounded to int8 with a scale per row.
 
-    A row's result is independent of other rows, because the products are sums of integers. Rows span the whole range
-    (LLM.int8, arXiv 2208.07339, section 2: zeropoint quantization), which loses less than a symmetric range where
-    outliers have one sign. oneDNN has one zero for all rows, 128: it stands for a row's middle, whose product with the
-    weight is added. Weights are symmetric.
+    A row's result is independent of other rows, because the products are sums of integers. Both roundings are
+    symmetric; oneDNN needs unsigned rows, whose zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
     """
 
     NAME = "int8"
@@ -94,14 +92,12 @@ class Int8:
         dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
     ) -> None:
         self.scales = torch.empty(len(weight))  # [N]
-        self.sums = torch.empty(len(weight))  # [N], of each output's rounded weights
         numbers = torch.empty(weight.shape, dtype=torch.int8)
-        for part, scales, sums, rounded in zip(*(each.split(self.PART)
-                                                 for each in (weight, self.scales, self.sums, numbers)), strict=True):
+        for part, scales, rounded in zip(*(each.split(self.PART) for each in (weight, self.scales, numbers)),
+                                         strict=True):
             exact = part.to(torch.float32, copy=True)
             scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
             rounded.copy_(exact.div_(scales[:, None]).round_())
-            sums.copy_(exact.sum(1)).mul_(scales)
         self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
@@ -110,15 +106,12 @@ class Int8:
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
         flat = rows.float().reshape(-1, rows.shape[-1])
-        least, largest = flat.amin(-1, keepdim=True), flat.amax(-1, keepdim=True)  # [M, 1]; aminmax takes longer
-        middle = (least + largest) / 2
-        half = torch.maximum(largest - middle, middle - least)  # equal but for rounding
-        scale = torch.add(self.least, half, alpha=1 / self.LARGEST)
-        numbers = (flat - middle).div_(scale).add_(self.ZERO + 0.5).to(torch.uint8)  # truncates
+        scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
+        numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # truncates
         out = torch.ops.onednn.qlinear_pointwise(
             numbers, 1.0, self.ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
         out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
-        return out.addcmul_(middle, self.sums).view(*rows.shape[:-1], -1)
+        return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
         """The rounded weight."""
