@@ -16,9 +16,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from ..data.files import save_atomically
@@ -183,13 +184,17 @@ def load_head(source: str | Path) -> DraftHead:
 
 @torch.no_grad()
 def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str) -> DraftHead:
-    """A head with random weights, after a trial forward.
+    """A head whose weights are to be loaded, after a trial forward.
 
     Raises:
         ValueError: no head can be constructed from the config at `path`, or the forward fails.
     """
     try:
-        head = kind(config, bias=bias)
+        with init_empty_weights(include_buffers=False):  # random embeddings would take seconds
+            head = kind(config, bias=bias)
+        for part in head.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                setattr(part, name, nn.Parameter(torch.full(weight.shape, 0.01)))
         features, tokens = torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2, dtype=torch.long)
         if not head(features, tokens, torch.arange(2)[None]).isfinite().all():
             raise ValueError("what it computes is not finite")
