@@ -71,7 +71,7 @@ def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]])
         first, second = log_p.values()
         divergence += (first.exp() * (first - second)).sum().item()
         same += (first.argmax(-1) == second.argmax(-1)).sum().item()
-        count += len(ids) - 2
+        count += len(first)
     return {**{f"perplexity, {name}": math.exp(total / count) for name, total in nats.items()},
             "KL": divergence / count, "same best token": same / count, "tokens": count}
 
@@ -93,6 +93,9 @@ def run(args: QuantisationArguments) -> None:
     check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
+    texts = [ids for ids in texts if len(ids) > 2]
+    if not texts:
+        raise ValueError(f"{args.likelihood} has no text of 3 tokens or more")
     likelihood = likelihoods({name: model.target for name, model in models.items()}, texts)
     stop = {"stop": CODE_END} if args.stop_after_code else {}
     options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree,

@@ -56,6 +56,13 @@ def predicted(head):
         return head(features, torch.tensor([PROMPT[:5]]), torch.arange(5)[None])
 
 
+def test_loading_draws_no_random_numbers(saved):
+    """For a large vocabulary they would take seconds, and a user's seed would give other numbers after a load."""
+    before = torch.get_rng_state()
+    load_head(saved)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(("bias", "qkv_bias"), [(False, False), (True, True)])
 def test_round_trip(tmp_path, head, bias, qkv_bias):
     if bias or qkv_bias:
