@@ -339,7 +339,7 @@ def test_forwards_of_a_causal_lm_that_drafts(tmp_path, capsys, monkeypatch):
     assert forwards.main([*options, "--draft-vocabularies", "64"]) == 2
 
 
-def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
+def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch, capsys):
     """Here both forms are the same pair, so that nothing may differ."""
     pair = tiny_chat_pair()
     monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
@@ -355,6 +355,10 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch):
         losses = [cross_entropy(pair.target.model(ids).logits[0, 1:-1], ids[0, 2:]).item() for ids in texts]
     assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
+    (tmp_path / "short.jsonl").write_text('{"prompt": "a"}\n')
+    assert quantisation.main(["--likelihood", str(tmp_path / "short.jsonl"), "--questions", questions, "--out",
+                              str(tmp_path / "short")]) == 2
+    assert "short.jsonl has no text of 3 tokens or more" in capsys.readouterr().err
     first = json.loads((tmp_path / "both.answers.jsonl").read_text().splitlines()[1])["turns"][0]
     monkeypatch.setattr(quantisation, "CODE_END", first[2:4])
     assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--batch",
