@@ -9,7 +9,14 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.models.check import TreeCheck
-from eagle_fsd.models.fused import FusedDecoder, Unsupported, attention_over, masked_products
+from eagle_fsd.models.fused import (
+    FusedDecoder,
+    InvariantAttention,
+    Unsupported,
+    attention_over,
+    masked_products,
+    silu_by_rows,
+)
 from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
@@ -183,3 +190,98 @@ def test_families_that_are_named_are_known():
     from eagle_fsd.models import fused
 
     assert names == fused.FAMILIES
+
+
+# What a token's numbers depend on in int8 ------------------------------------------------------------------------
+
+needs_int8 = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+
+
+def int8_target(dtype: torch.dtype) -> TargetModel:
+    torch.manual_seed(0)
+    model = tiny_target("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=6, num_key_value_heads=2,
+                        head_dim=32, max_position_embeddings=1024).to(dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.3 if weight.dim() == 2 else 1)
+    target = TargetModel(model, fused=True, check=False)
+    target.pack("int8")
+    return target
+
+
+def one_by_one(target: TargetModel, text: torch.Tensor) -> torch.Tensor:
+    """Features [M, F] of a text, read token by token."""
+    cache = target.new_cache(text.shape[1])
+    return torch.cat([target.verify(text[:, place : place + 1], torch.tensor([[place]]), None, cache)[0]
+                      for place in range(text.shape[1])])
+
+
+def ways_to_read(target: TargetModel, text: torch.Tensor):
+    """Features of the last tokens of a text, read in a tree of other nodes; alone, and in a batch of other lengths."""
+    ends = (60, 130, 290, text.shape[1] - 1)
+    for rows in ([end] for end in ends), [ends]:
+        for lengths in rows:
+            cache = target.new_cache(max(lengths) + 9, len(lengths))
+            for row, length in enumerate(lengths):
+                with cache.one_row(row):  # in two parts
+                    target.prefill(text[:, : length // 3], cache)
+                    target.prefill(text[:, length // 3 : length - 3], cache)
+            starts = torch.tensor(lengths)[:, None] - 3
+            # the path 0, 1, 4, 7 of the tree has the text's next tokens, the other nodes have others
+            parents = [-1, 0, 0, 0, 1, 1, 3, 4]
+            ancestors = torch.eye(8, dtype=torch.bool)
+            for node, parent in enumerate(parents[1:], 1):
+                ancestors[node] |= ancestors[parent]
+            tokens = torch.randint(target.vocab_size, (len(lengths), 8))
+            tokens[:, [0, 1, 4, 7]] = text[0, starts + torch.arange(4)]
+            positions = starts + ancestors.sum(-1) - 1
+            features = target.verify(tokens, positions, ancestors.expand(len(lengths), -1, -1), cache)
+            for row, length in enumerate(lengths):
+                yield slice(length - 3, length + 1), features[row, [0, 1, 4, 7]]
+
+
+@needs_int8
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_in_int8_a_token_has_the_same_numbers_in_any_company(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        target = int8_target(dtype)
+        text = torch.randint(target.vocab_size, (1, 350))
+        alone = one_by_one(target, text)
+        for part, found in ways_to_read(target, text):
+            assert torch.equal(found, alone[part])
+        assert torch.equal(target.prefill(text, target.new_cache(350))[0], alone)
+        target.fused.batch_invariant = False
+        alone = one_by_one(target, text)
+        assert not all(torch.equal(found, alone[part]) for part, found in ways_to_read(target, text))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_int8
+@pytest.mark.parametrize("stable", [True, False])
+@torch.inference_mode()
+def test_invariant_attention_is_attention(stable):
+    """In float64, and with the first blocks by PyTorch's kernel; of rows of several lengths."""
+    visible = torch.arange(300) <= torch.tensor([[[290], [291], [40]], [[299], [200], [298]]])
+    positions = visible.sum(-1) - 1
+    queries, keys, values = (torch.randn(2, *shape) for shape in ((3, 6, 32), (2, 300, 32), (2, 300, 32)))
+    attend = InvariantAttention(visible, positions, 3, stable)
+    assert [end for _rows, _nodes, end in attend.first] == ([224, 224] if stable else [])
+    expected = attention_over(additive(visible, torch.float32), False, 3)(queries, keys, values, 0.2)
+    assert_close(attend(queries, keys, values, 0.2), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_silu_of_a_row_depends_on_no_other():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rows = torch.randn(2, 16, 2 * 4864)[..., :4864]
+        alone = torch.stack([torch.cat([silu_by_rows(row[None, None]) for row in part], 1)[0] for part in rows])
+        assert torch.equal(silu_by_rows(rows), alone)
+        assert_close(alone, torch.nn.functional.silu(rows))
+    finally:
+        torch.set_num_threads(before)

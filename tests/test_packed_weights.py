@@ -127,26 +127,44 @@ class TestHalf:
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
 class TestInt8:
+    @pytest.mark.parametrize("inputs, block", [(64, 32), (72, 8), (37, 1)])
     @torch.inference_mode()
-    def test_it_computes_with_rounded_numbers(self):
-        """Against the definition: both sides rounded to multiples of their largest number / 127."""
-        weight, bias, rows = torch.randn(300, 64), torch.randn(300), torch.randn(2, 5, 64)
-        before = weight.clone()
+    def test_it_computes_with_rotated_and_rounded_numbers(self, inputs, block):
+        """Against the definition: both sides rotated, then rounded to multiples of their largest number / 127."""
+        weight, bias, rows = torch.randn(300, inputs), torch.randn(300), torch.randn(2, 5, inputs)
+        before, number = weight.clone(), torch.arange(block)
+        # An entry's sign is the parity of the ones that the binary numbers of its row and column have in common.
+        ones = torch.tensor([[(row & column).bit_count() for column in number.tolist()] for row in number.tolist()])
+        rotation = (-1.0) ** ones / block**0.5
+        torch.testing.assert_close(rotation @ rotation.T, torch.eye(block))
+
+        def rotated(values):
+            return (values.unflatten(-1, (-1, block)) @ rotation).flatten(-2)
 
         def rounded(values):
-            scale = values.abs().amax(-1, keepdim=True) / 127
-            return (values / scale).round() * scale
+            scale = rotated(values).abs().amax(-1, keepdim=True) / 127
+            return (rotated(values) / scale).round() * scale
 
         expected = linear(rounded(rows), rounded(weight), bias)
         torch.testing.assert_close(Int8(weight, bias)(rows), expected, rtol=1e-4, atol=0.02)
-        torch.testing.assert_close(Int8(weight, bias).dense(), rounded(weight))
+        torch.testing.assert_close(Int8(weight, bias).dense(), rotated(rounded(weight)))
         assert torch.equal(weight, before)
 
     @torch.inference_mode()
-    def test_a_row_depends_on_no_other(self):
-        layer, rows = Int8(torch.randn(48, 64), None), torch.randn(16, 64)
+    def test_rotation_helps_where_few_numbers_are_large(self):
+        weight, rows = torch.randn(64, 256), torch.randn(8, 256)
+        rows[:, [3, 70]] *= 50
+        expected, found = linear(rows, weight), Int8(weight, None)(rows)
+        scale = rows.abs().amax(-1, keepdim=True) / 127
+        plain = linear((rows / scale).round() * scale, weight)
+        assert (found - expected).norm() < 0.5 * (plain - expected).norm()
+
+    @pytest.mark.parametrize("inputs", [64, 896, 4864])
+    @torch.inference_mode()
+    def test_a_row_depends_on_no_other(self, inputs):
+        layer, rows = Int8(torch.randn(48, inputs), None), torch.randn(64, inputs)
         alone = torch.cat([layer(row[None]) for row in rows])
-        assert torch.equal(layer(rows), alone)
+        assert all(torch.equal(layer(rows[:count]), alone[:count]) for count in (2, 3, 5, 8, 16, 33, 64))
         rows[3] *= 1000
         assert torch.equal(layer(rows)[:3], alone[:3]) and torch.equal(layer(rows)[4:], alone[4:])
 
@@ -214,7 +232,7 @@ def test_a_pair_decodes_in_packed_weights(family, tied, form, tmp_path):
     options = {"max_new_tokens": 12, "acceptance": "exact", "tree": TREE}
     before = eagle_fsd.generate(PROMPT, pair, **options)
     pair.prepack(form)
-    assert packed_form(target) == (form or OWN.NAME) and packed_form(head)
+    assert packed_form(target) == (Int8 if form else OWN).NAME and packed_form(head)
     assert all(isinstance(layer, PackedLinear) for layer in (pair.target.lm_head, head.output_rows.layer, head.fc))
     after = eagle_fsd.generate(PROMPT, pair, **options)
     if form is None and OWN is Packed:
@@ -372,7 +390,7 @@ class TestFloat32OverWeightsOf16Bits:
             monkeypatch.setattr("eagle_fsd.models.loading.bfloat16_is_faster", lambda pays=pays: pays)
             pair = eagle_fsd.load(target, head, device="cpu", tree=None, **options)
             assert pair.target.dtype == (torch.bfloat16 if pays else torch.float32)
-            assert packed_form(pair.target.model) == options.get("quantization")
+            assert packed_form(pair.target.model) == (Int8.NAME if "quantization" in options else None)
 
     def test_the_processors_instructions_decide_not_its_load(self, monkeypatch):
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)

@@ -35,6 +35,7 @@ class DraftModel(TargetModel):
     """
 
     kind, reads_features, draft_tokens = "causal LM", False, None
+    batch_invariant = False  # what it drafts is verified
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,

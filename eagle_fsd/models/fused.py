@@ -10,6 +10,7 @@ size, I inner size of the MLP, C capacity of the cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .cache import BucketCache, TreeCache
-from .linear import Joined
+from .linear import Int8, Joined
 from .masks import additive, visible_keys
 
 FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "SeedOssModel", "GraniteModel"}
@@ -28,6 +29,7 @@ FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # the angles depend 
 SPARE = 1024  # additional positions of a rotary table, for the next request
 MERGED_ROWS = 64  # up to this many queries, the heads that share keys are computed as rows of one head
 BLOCK_ROWS, FEW_BLOCKS = 64, 128  # of PyTorch's CUDA kernel: queries of a block; fewer leave multiprocessors idle
+GRAIN = 32768  # PyTorch divides an operation on more numbers among threads, wherever the parts end
 
 
 class Unsupported(ValueError):
@@ -150,7 +152,8 @@ class FusedLayer:
         out = self.o(attend(states[:, :, : self.heads].to(dtype), keys, values, self.scale))
         hidden.add_(out, alpha=self.residual)
         gate, up = self.gate_up(self.norms[1](hidden)).chunk(2, -1)
-        hidden.add_(self.down(nn.functional.silu(gate).mul_(up)), alpha=self.residual)
+        silu = silu_by_rows if isinstance(attend, InvariantAttention) else nn.functional.silu
+        hidden.add_(self.down(silu(gate).mul_(up)), alpha=self.residual)
 
 
 def attention_over(
@@ -203,18 +206,127 @@ def masked_products(
     return scores.softmax(-1).to(values.dtype) @ values
 
 
+class InvariantAttention:
+    """Batch-invariant attention: its results do not depend on what else is in the forward, which are other rows and
+    queries, masked keys, the slots of keys, and the kernels chosen for a shape. A function as of `attention_over`, for layers in int8 on a CPU.
+
+    There everything else is computed row by row, or in integers. Sums of attention alone would differ in their last
+    bits between a tree and a single token; sometimes a rounding to int8 then differs, and soon all numbers do. So the
+    keys are divided by the position of the query alone. Those of the text's first blocks are in the same slots in
+    every forward, and PyTorch's kernel treats a query's row alike in any company (`has_stable_kernel` tries it). The
+    others, among them a tree's, are summed in float64: in another order a sum differs by some 1e-16 of itself, so that
+    one in 1e8 rounds to another float32. The two are merged as blocks of keys in FlashAttention (arXiv 2205.14135,
+    section 3.1).
+
+    Args:
+        visible: which keys each query sees. Slots before the first of the new ones are positions of the text.
+        positions: of the queries. For nodes more than NEAR levels below the root all this does not hold.
+        groups: G. blocks: whether the first blocks may be computed by PyTorch's kernel.
+    """
+
+    NEAR, BLOCK = 64, 32  # the last NEAR to NEAR + BLOCK keys of a query are summed in float64
+    LONG = 256  # below this position all are: two kernels would take longer than one
+    ROWS = 4  # PyTorch's kernel has another product for the last one to three queries
+
+    def __init__(
+        self,
+        visible: Tensor,  # [B or 1, N, M] bool
+        positions: Tensor,  # [B or 1, N]
+        groups: int,
+        blocks: bool,
+    ) -> None:
+        self.groups = groups
+        divided = blocks * (positions >= self.LONG)
+        ends = (positions - self.NEAR) // self.BLOCK * self.BLOCK * divided  # [B, N], of the first blocks
+        self.start = int(ends.min())
+        near = (visible & (torch.arange(visible.shape[-1]) >= ends[..., None]))[..., self.start :]
+        self.near = None if near.all() else additive(near, torch.float64).repeat(1, 1, groups, 1)  # [B, 1, G * N, keys]
+        # Queries with the same first blocks: rows, nodes, end. Masked keys after these would change the sums' order.
+        alike = bool((ends == self.start).all())
+        self.first = [(slice(None), slice(None), self.start)] if alike and self.start else [
+            (slice(row, row + 1), (own == end).nonzero()[:, 0], int(end))
+            for row, own in enumerate(ends) for end in own.unique() if end and not alike]
+
+    def __call__(
+        self,
+        queries: Tensor,  # [B, N, H, S]
+        keys: Tensor,  # [B, K, M, S]
+        values: Tensor,  # [B, K, M, S]
+        scale: float,
+    ) -> Tensor:  # [B, N, H * S]
+        grouped = queries.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4)  # [B, K, G, N, S]
+        near = (each[:, :, self.start :].double() for each in (keys, values))
+        out, lse = attend_with_lse(grouped.double().flatten(2, 3), *near, self.near, scale)
+        out, lse = out.view(grouped.shape), lse.view(grouped.shape[:-1])
+        for rows, nodes, end in self.first:
+            part = grouped[rows, :, :, nodes]
+            first, first_lse = attend_with_lse(
+                padded(part.flatten(2, 3), self.ROWS), keys[rows, :, :end], values[rows, :, :end], None, scale)
+            count = self.groups * part.shape[3]
+            first, first_lse = first[:, :, :count].view(part.shape), first_lse[:, :, :count].view(part.shape[:-1])
+            share = torch.sigmoid(first_lse - lse[rows, :, :, nodes])[..., None]
+            out[rows, :, :, nodes] = torch.lerp(out[rows, :, :, nodes], first.double(), share)
+        return out.permute(0, 3, 1, 2, 4).to(queries.dtype).reshape(*queries.shape[:2], -1)
+
+
+def padded(rows: Tensor, multiple: int) -> Tensor:  # [B, K, R, S] -> [B, K, R', S]
+    """The rows, and zeros up to a multiple of a number."""
+    missing = -rows.shape[2] % multiple
+    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def attend_with_lse(
+    rows: Tensor,  # [B, K, R, S]
+    keys: Tensor,  # [B, K, M, S]
+    values: Tensor,  # [B, K, M, S]
+    mask: Tensor | None,  # [B, 1, R, M], additive
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # [B, K, R, S], and the log-sum-exp of the scores, [B, K, R]
+    """Attention by the kernel of PyTorch's sdpa on a CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, keys, values, attn_mask=mask, scale=scale)
+
+
+@functools.cache
+def has_stable_kernel(key_heads: int, size: int, dtype: torch.dtype, threads: int) -> bool:
+    """Whether a query's results of `attend_with_lse` are the same to the last bit beside any number of others, rounded
+    up to ROWS, alone and in a batch. Some numbers are tried, with random keys."""
+    random = torch.Generator().manual_seed(0)
+    rows, keys, values = (torch.randn(2, key_heads, n, size, generator=random).to(dtype) for n in (800, 608, 608))
+    for end in (192, 224, 320, 480, 512, 544, 608):  # the kernel reads blocks of 512 keys
+        cached = keys[:, :, :end], values[:, :, :end]
+        whole = attend_with_lse(rows, *cached, None, size**-0.5)
+        for few in (*range(4, 72, 4), 96, 200, 512, 516):
+            alone = attend_with_lse(rows[:1, :, :few], *(each[:1] for each in cached), None, size**-0.5)
+            if not all(torch.equal(one, every[:1, :, :few]) for one, every in zip(alone, whole, strict=True)):
+                return False
+    return True
+
+
+def silu_by_rows(gate: Tensor) -> Tensor:  # [..., I] -> the same
+    """SiLU. At the end of a thread's part PyTorch computes up to 31 numbers by another formula, which differs in the
+    last bit. So parts have to end where rows do, or after a multiple of 32 numbers."""
+    inner, threads = gate.shape[-1], torch.get_num_threads()
+    if gate.numel() < GRAIN or not inner % (64 * threads):
+        return nn.functional.silu(gate)
+    parts = gate.flatten(0, -2).split(max(1, GRAIN // inner))
+    return torch.cat([nn.functional.silu(part) for part in parts]).view(gate.shape)
+
+
 class FusedDecoder:
     """The forward of a stock decoder with a tree cache.
 
     Args:
         decoder: has `embed_tokens`, `layers`, `norm` and `rotary_emb`.
         layers: the decoder's list of layers.
+        batch_invariant: use `InvariantAttention` where the layers are packed as int8.
 
     Raises:
         Unsupported: the decoder has another architecture, or is spread over devices.
     """
 
-    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig) -> None:
+    def __init__(
+        self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig, *, batch_invariant: bool = False
+    ) -> None:
         if type(decoder).__name__ not in FAMILIES:
             raise Unsupported(f"{type(decoder).__name__} is not one of {', '.join(sorted(FAMILIES))}")
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -230,6 +342,7 @@ class FusedDecoder:
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
         self.layers = [FusedLayer(layer, config) for layer in layers]
         self.rotary = Rotary(decoder.rotary_emb)
+        self.batch_invariant = batch_invariant
 
     @torch.no_grad()
     def __call__(
@@ -241,17 +354,24 @@ class FusedDecoder:
         feature_layers: Sequence[int] = (),  # their input hidden states precede the last hidden state
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
         first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
-        visible = cache.visible(tokens.device)
-        if ancestors is None and start and count > 1:
+        visible, groups = cache.visible(tokens.device), first.heads // first.key_heads
+        invariant = self.batch_invariant and first.qkv.form is Int8
+        if ancestors is None and count > 1 and (start or invariant):
             ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
         causal = ancestors is None and count > 1
-        needed = not causal and (count > 1 or visible is not None)
+        needed = invariant or not causal and (count > 1 or visible is not None)
         if needed and ancestors is None:
             ancestors = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
         mask = None
         if needed:
-            mask = additive(visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible), like.dtype)
-        attend = attention_over(mask, causal, first.heads // first.key_heads)
+            seen = visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible)
+            mask = None if invariant else additive(seen, like.dtype)
+        if invariant:
+            where = torch.arange(start, start + count)[None] if positions is None else positions
+            stable = has_stable_kernel(first.key_heads, first.size, like.dtype, torch.get_num_threads())
+            attend = InvariantAttention(seen, where, groups, stable)
+        else:
+            attend = attention_over(mask, causal, groups)
         return self.compute(tokens, positions, start, attend, cache, feature_layers)
 
     def attention(

@@ -76,11 +76,17 @@ class Half:
 class Int8:
     """A weight in int8 with a scale per output; rows are rounded to int8 with a scale per row.
 
-    A row's result is independent of other rows, because the products are sums of integers. Both roundings are
-    symmetric; oneDNN needs unsigned rows, whose zero is 128. (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
+    Few large numbers of a row, or of a weight, would take most of int8's range. So both are first multiplied by an
+    orthogonal matrix, block by block, which spreads such numbers and changes no product (QuaRot, arXiv 2404.00456,
+    section 4.1): x . w = (x H) . (w H) / S for a Hadamard matrix H of S rows, whose entries are 1 and -1.
+
+    A row's result is independent of other rows, because the products are sums of integers; `block_size` leaves only
+    rotations for which this holds, too. Both roundings are symmetric; oneDNN needs unsigned rows, whose zero is 128.
+    (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
     """
 
-    NAME = "int8"
+    NAME = "int8, rotated"  # in the keys of what is stored about a model: another form needs another name
+    BLOCK = 32  # S, where it divides K: larger blocks lower the error further, but take longer
     LARGEST = 127
     ZERO = 128
     PART = 256  # rows of a weight that are rounded together, in the processor's cache
@@ -91,13 +97,15 @@ class Int8:
         bias: Tensor | None,  # [N]
         dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
     ) -> None:
+        self.rotation = hadamard(block_size(weight.shape[1], self.BLOCK))  # [S, S]
         self.scales = torch.empty(len(weight))  # [N]
         numbers = torch.empty(weight.shape, dtype=torch.int8)
         for part, scales, rounded in zip(*(each.split(self.PART) for each in (weight, self.scales, numbers)),
                                          strict=True):
-            exact = part.to(torch.float32, copy=True)
+            exact = rotated(part.to(torch.float32, copy=True), self.rotation)
             scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
             rounded.copy_(exact.div_(scales[:, None]).round_())
+        self.scales /= len(self.rotation)
         self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         self.bias = None if bias is None else bias.float()
@@ -105,7 +113,7 @@ class Int8:
         self.least = torch.full((1, 1), 1e-10)
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
-        flat = rows.float().reshape(-1, rows.shape[-1])
+        flat = rotated(rows.float().reshape(-1, rows.shape[-1]), self.rotation)
         scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
         numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # truncates
         out = torch.ops.onednn.qlinear_pointwise(
@@ -114,8 +122,32 @@ class Int8:
         return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
-        """The rounded weight."""
-        return (self.weight.to_dense().t() * self.scales[:, None]).to(self.dtype)
+        """The rounded weight, in the basis of the model's own."""
+        return rotated(self.weight.to_dense().t() * self.scales[:, None], self.rotation).to(self.dtype)
+
+
+def rotated(rows: Tensor, rotation: Tensor) -> Tensor:  # [M, K] float32, [S, S] -> [M, K]
+    """Each S numbers of the rows, times a symmetric matrix."""
+    return rows if len(rotation) == 1 else (rows.reshape(-1, len(rotation)) @ rotation).view_as(rows)
+
+
+@functools.cache
+def hadamard(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix [S, S] for a power of two: symmetric, and its square is S times the identity."""
+    return torch.ones(1, 1) if size == 1 else torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard(size // 2))
+
+
+@functools.cache
+def block_size(inputs: int, largest: int) -> int:
+    """The largest power of two up to `largest` that divides the inputs, and for which the kernels that this machine
+    chooses for 1 to 64 rows, and for some more, rotate a row alike to the last bit; 1: no rotation."""
+    size = largest
+    while inputs % size:
+        size //= 2
+    rows = torch.randn(257, inputs, generator=torch.Generator().manual_seed(0))
+    whole = rotated(rows, hadamard(size))
+    alike = all(torch.equal(rotated(rows[:count], hadamard(size)), whole[:count]) for count in [*range(1, 65), 128])
+    return size if alike else block_size(inputs, size // 2)
 
 
 Form = Packed | Half | Int8
@@ -239,6 +271,12 @@ class Joined:
     @property
     def layers(self) -> list[nn.Module]:
         return [module._modules[name] for module, name in self.places]
+
+    @property
+    def form(self) -> type[Form] | None:
+        """The form in which the first layer is packed; None: it is plain."""
+        layer = self.layers[0]
+        return type(layer.packed) if type(layer) is PackedLinear else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         layers = self.layers
@@ -367,9 +405,9 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 
 def packed_form(module: nn.Module) -> str | None:
-    """The form of a module's packed weights: "bfloat16", "float16" or "int8"; None: all are plain."""
+    """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
-    return "int8" if Int8.NAME in names else max(names, default=None)
+    return Int8.NAME if Int8.NAME in names else max(names, default=None)
 
 
 def check_quantization(form: object) -> None:

@@ -43,10 +43,15 @@ class TargetModel:
         fused: use `FusedDecoder` where it computes the same logits, else the stock decoder.
         check: compare the logits of a tree with the model's own. Skip it for a model that has passed.
 
+    Attributes:
+        batch_invariant: see `FusedDecoder`.
+
     Raises:
         ValueError: the model cannot verify a tree: its cache cannot be rolled back, its attention implementation takes
             no arbitrary mask, or its logits of a tree are not finite or differ from its own forward's.
     """
+
+    batch_invariant = True
 
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
         self.model = model.eval()
@@ -97,7 +102,8 @@ class TargetModel:
             special = not self.splits_prefill or self.positions_from_cache
             if special or set(self.masked_layers.kinds) != {"full_attention"}:
                 raise Unsupported("it has layers without full attention, or positions of a special type")
-            self.fused = FusedDecoder(self.decoder, self.decoder_layers, self.config)
+            self.fused = FusedDecoder(
+                self.decoder, self.decoder_layers, self.config, batch_invariant=self.batch_invariant)
             if tree_check is not None:
                 tree_check.compare(self._tree_logits)
             self.stock_reason = None
