@@ -39,6 +39,7 @@ def make_requests(
         ValueError, TypeError: options that do not suit this pair or these prompts.
     """
     check_functions("stopping_criteria", stopping_criteria)
+    model.refresh()
     if options.tree is not None:
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT

@@ -36,6 +36,7 @@ from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
+from ..models.fused import version_of
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
@@ -428,4 +429,5 @@ def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> 
     elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))
+    fused = target.fused, None if drafter is None else drafter.fused  # these are made anew if modules were replaced
+    return (target.layers, *fused, *map(version_of, tensors))
