@@ -39,7 +39,6 @@ def make_requests(
         ValueError, TypeError: options that do not suit this pair or these prompts.
     """
     check_functions("stopping_criteria", stopping_criteria)
-    model.refresh()
     if options.tree is not None:
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT
@@ -81,6 +80,7 @@ def make_requests(
             ids, params if own is None else replace(params, **own[number]), grammar=grammar,
             stop_strings=StopStrings(model.tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None))
+    model.refresh()
     return requests
 
 

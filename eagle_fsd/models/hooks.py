@@ -42,7 +42,9 @@ def recorded_inputs(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Ten
 def hooks_of(module: nn.Module) -> list[int]:
     """The numbers of a module's forward hooks, except our own; no two hooks of a process have the same number."""
     before, after = module._forward_pre_hooks, module._forward_hooks
-    return [*(number for number, hook in before.items() if hook is not record_input), *after] if before or after else []
+    if not (before or after):
+        return []
+    return [*(number for number, hook in list(before.items()) if hook is not record_input), *after]
 
 
 def is_hooked(model: nn.Module) -> bool:
@@ -63,7 +65,7 @@ def structure_of(model: nn.Module) -> list[object]:
         own = vars(module)
         if not isinstance(module, nn.Linear):
             structure += module, type(module).forward
-            structure += (value for value in own.values() if type(value) is float)
+            structure += (value for value in list(own.values()) if type(value) is float)
         structure += hooks_of(module)
         structure += (id(own[name]) for name in ("forward", "_hf_hook") if name in own)
     return [*structure, *every_module._global_forward_pre_hooks, *every_module._global_forward_hooks]

@@ -60,6 +60,7 @@ class TargetModel:
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
+        check_config(model, self.config)
         self.hidden_size: int = self.config.hidden_size
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them, all before the sampling temperature.
         config = self.config
@@ -91,6 +92,7 @@ class TargetModel:
         """
         with self._adapting:
             if _structures.get(self) != self._structure():
+                check_config(self.model, self.config)
                 self._adapt(check=True)
 
     def _structure(self) -> tuple:
@@ -100,9 +102,8 @@ class TargetModel:
 
     def _adapt(self, check: bool) -> None:
         """Find the decoder and its layers, and decide whether `FusedDecoder` computes them."""
-        model = self.model
-        check_config(model, self.config)
-        decoder, structure = model.get_decoder(), self._structure()
+        model, structure = self.model, self._structure()
+        decoder = model.get_decoder()
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         tree_check, checked, key = None, _checked.get(model, {}), (self.wants_fused, structure)
