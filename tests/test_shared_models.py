@@ -13,6 +13,7 @@ from torch import nn
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, load_head, save_head
+from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.check import TreeCheck
@@ -120,6 +121,28 @@ def test_threads_load_one_after_the_other(tmp_path):
     pairs = at_once(*3 * [load], times=2)
     assert [ours(pair) for some in pairs for pair in some] == 6 * [expected]
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.3}, {"temperature": 0.8, "seed": 1, "threshold": 0.2}],
+                         ids=["greedy", "fuzzy", "sampled"])
+def test_decoding_while_transformers_loads_in_another_thread(options):
+    """It sets the default dtype, which belongs to the process."""
+    model = tiny_target()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = EagleModel.from_parts(model, tiny_head(model))
+        joined = []
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr("eagle_fsd.decoding.forwards.join_drafts", lambda *given, joined=joined: (
+                joined.append(join_drafts(*given)), joined[-1])[1])
+            try:
+                torch.set_default_dtype(dtype)
+                output = eagle_fsd.generate(PROMPT * 3, pair, max_new_tokens=40, tree=TREE, **options)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert joined and {tree.scores.dtype for tree in joined} == {torch.float32}
+        found.append((output.token_ids, output.stats.accepted_lengths, output.receipts))
+    assert found[0] == found[1]
 
 
 def test_the_default_pair_is_loaded_once(monkeypatch):
