@@ -13,6 +13,7 @@ from torch import nn
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, load_head, save_head
+from eagle_fsd.decoding.decoder import Session
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle import DraftHead
@@ -300,6 +301,35 @@ def test_what_from_parts_would_refuse_is_refused_later():
     for _ in range(2):
         with pytest.raises(ValueError, match=f"its vocabulary size is {VOCAB}, the target's is {VOCAB + 3}"):
             ours(pair)
+
+
+@pytest.mark.parametrize("change", ["a hook", "a module", "weights"])
+def test_sessions_begin_anew_after_a_change(change):
+    """Their caches have keys and values of the model as it was."""
+    model = tiny_target()
+    pair, session, first = EagleModel.from_parts(model, tiny_head(model)), Session(), model.model.layers[0]
+    ours(pair, session=session)
+    before = session.decoder.forwards
+    assert ours(pair, session=session) == plain(model) and session.decoder.forwards is before
+    if change == "weights":
+        with torch.no_grad():
+            first.self_attn.v_proj.weight.neg_()
+    elif change == "a hook":
+        hook(model, first.self_attn.v_proj)
+    else:
+        first.self_attn.v_proj = nn.Linear(16, 8, bias=False)
+    assert ours(pair, session=session) == plain(model) and session.decoder.forwards is not before
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 needs VNNI")
+def test_changes_of_an_int8_model_count_without_the_check_that_int8_fails():
+    model = tiny_target()
+    pair = EagleModel.from_parts(model, tiny_head(model))
+    pair.prepack("int8")
+    before = ours(pair)
+    assert pair.target.fused
+    CHANGES["a hook"](model)
+    assert ours(pair) == plain(model) != before
+    assert pair.target.stock_reason == "it has changed since it was packed as int8"
 
 
 def test_a_hooked_linear_layer_is_not_packed():

@@ -422,12 +422,12 @@ def capacity_of(room: int) -> int:
 
 
 def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
-    """Changes with the weights of both models."""
+    """Changes with the weights and the structure of both models."""
     tensors = [*target.model.parameters()]
     if isinstance(drafter, DraftModel):
         tensors += drafter.model.parameters()
     elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    fused = target.fused, None if drafter is None else drafter.fused  # these are made anew if modules were replaced
-    return (target.layers, *fused, *map(version_of, tensors))
+    drafts = drafter.readings if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
+    return (target.layers, target.readings, drafts, *map(version_of, tensors))

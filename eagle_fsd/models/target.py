@@ -76,6 +76,7 @@ class TargetModel:
         self.layers: tuple[int, ...] = ()
         self.fused: FusedDecoder | None = None
         self.stock_reason: str | None = None  # why `fused` is None
+        self.readings = 0  # how often the model was read: more often if it has changed
         self.wants_fused, self._adapting = fused, Lock()
         self.masked_layers = MaskedLayers.of(self.config)
         # Llama-4 scales queries by positions that it counts from the length of the cache, as if the tree were a chain.
@@ -103,6 +104,7 @@ class TargetModel:
     def _adapt(self, check: bool) -> None:
         """Find the decoder and its layers, and decide whether `FusedDecoder` computes them."""
         model, structure = self.model, self._structure()
+        self.readings += 1
         decoder = model.get_decoder()
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
