@@ -19,6 +19,7 @@ from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.models.check import TreeCheck
 from eagle_fsd.models.fused import Norm
+from eagle_fsd.models.linear import has_half_kernels, packed_form
 from eagle_fsd.models.loading import convert_buffers
 from eagle_fsd.pair import EagleModel
 
@@ -235,10 +236,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_after_from_parts_count(change, packed):
     """Texts are those of `model.generate`, in the pair that exists and in a new one."""
-    model = tiny_target()
+    model = tiny_target().bfloat16().float()  # float16 represents these weights
     pair = EagleModel.from_parts(model, tiny_head(model))
     if packed:
         pair.prepack()
+        assert packed_form(model) or not has_half_kernels()
     before = ours(pair)
     assert before == plain(model) and pair.target.fused
     CHANGES[change](model)
@@ -333,7 +335,7 @@ def test_changes_of_an_int8_model_count_without_the_check_that_int8_fails():
 
 
 def test_a_hooked_linear_layer_is_not_packed():
-    model = tiny_target()
+    model = tiny_target().bfloat16().float()
     hook(model, model.model.layers[1].mlp.down_proj)
     expected = plain(model)
     pair = EagleModel.from_parts(model, tiny_head(model))
