@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from .captured.cycle import weights_key
 from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
@@ -164,6 +165,9 @@ def decode_requests(
     earlier = None
     if session is not None:  # empty until the end: an error may leave inconsistent caches
         earlier, session.decoder = session.decoder, None
+        weights, session.weights = session.weights, weights_key(model.target, model.draft)
+        if earlier is not None and earlier.target is model.target and weights != session.weights:
+            earlier = None  # its caches are those of other weights or modules
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
         params = group[0].params  # what the drafting policy reads is the same in all

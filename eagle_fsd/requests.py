@@ -80,6 +80,7 @@ def make_requests(
             ids, params if own is None else replace(params, **own[number]), grammar=grammar,
             stop_strings=StopStrings(model.tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None))
+    model.refresh()
     return requests
 
 

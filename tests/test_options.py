@@ -103,8 +103,7 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
     def forward(*args, **kwargs):
         raise AssertionError("a forward ran")
 
-    monkeypatch.setattr(small.target.decoder, "forward", forward)
-    monkeypatch.setattr(small.draft, "forward", forward)
+    monkeypatch.setattr(torch.nn.functional, "embedding", forward)
     with pytest.raises(error, match=message) as caught:
         eagle_fsd.generate(PROMPT, **{"model": small} | given)
     assert not isinstance(caught.value, OptionError) or caught.value.name in given

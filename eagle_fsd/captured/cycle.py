@@ -36,6 +36,7 @@ from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
+from ..models.fused import version_of
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
@@ -421,11 +422,12 @@ def capacity_of(room: int) -> int:
 
 
 def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
-    """Changes with the weights of both models."""
+    """Changes with the weights and the structure of both models."""
     tensors = [*target.model.parameters()]
     if isinstance(drafter, DraftModel):
         tensors += drafter.model.parameters()
     elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))
+    drafts = drafter.readings if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
+    return (target.layers, target.readings, drafts, *map(version_of, tensors))

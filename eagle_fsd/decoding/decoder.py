@@ -242,3 +242,4 @@ class Session:
     """
 
     decoder: Decoder | None = None  # of the last request
+    weights: tuple | None = None  # of both models in the last request, see `weights_key`

@@ -238,7 +238,8 @@ def couple(
     if share_processors(requests):
         own = own[:1] * len(own)
     seeds, positions = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
-    temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
+    temperatures, scales = torch.tensor(
+        [[request.params.temperature for request in requests], weights], dtype=torch.float32, device=device)
     return Coupling(seeds, positions, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 

@@ -16,7 +16,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ from transformers import LlamaConfig
 
 from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
+from ..locks import one_at_a_time
+from ..models.loading import EmptyWeights
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
 from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
@@ -140,6 +141,7 @@ def weight_names(path: str) -> set[str]:
         return {"fc.weight"}
 
 
+@one_at_a_time
 def load_head(source: str | Path) -> DraftHead:
     """Load a draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` for files of that kind.
 
@@ -190,11 +192,11 @@ def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str)
         ValueError: no head can be constructed from the config at `path`, or the forward fails.
     """
     try:
-        with init_empty_weights(include_buffers=False):  # random embeddings would take seconds
+        with EmptyWeights():  # random embeddings would take seconds
             head = kind(config, bias=bias)
         for part in head.modules():
             for name, weight in part.named_parameters(recurse=False):
-                setattr(part, name, nn.Parameter(torch.full(weight.shape, 0.01)))
+                setattr(part, name, nn.Parameter(torch.full(weight.shape, 0.01, dtype=torch.float32)))
         features, tokens = torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2, dtype=torch.long)
         if not head(features, tokens, torch.arange(2)[None]).isfinite().all():
             raise ValueError("what it computes is not finite")

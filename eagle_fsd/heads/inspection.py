@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import init_empty_weights
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
+from ..locks import one_at_a_time
 from ..text import token_difference
 from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
@@ -72,11 +73,12 @@ def inspect_head(
     return Inspection(facts, fit, problems)
 
 
+@one_at_a_time
 def inspect_causal_lm(source: str | Path, target: str | Path | None, trust_remote_code: bool) -> Inspection:
     """The properties of a causal LM by its config, and whether its tokens are the target's."""
     place = target_source(source)
     config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     facts = {
