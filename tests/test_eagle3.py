@@ -191,17 +191,23 @@ def test_drafted_trees_are_those_of_the_definition(target, named, options):
 # What the target hands out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
+@pytest.mark.parametrize(("family", "fused"), [("llama", False), ("llama", True), ("mistral-window", False),
+                                               ("gemma2", False)])
 @torch.no_grad()
-def test_features_are_the_states_that_enter_the_layers(family):
+def test_features_are_the_states_that_enter_the_layers(family, fused):
     model = deep_target(family, 3)
-    pair = TargetModel(model)
+    pair = TargetModel(model, fused=fused)
+    assert (pair.fused is not None) == fused
     pair.layers = (0, 2)
     states, last = states_by_hand(model, PROMPT, (0, 2))
     features = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0]
     assert features.shape == (len(PROMPT), pair.feature_size)
     torch.testing.assert_close(features, torch.cat([*states, last], -1))
     torch.testing.assert_close(pair.logits(features), pair.logits(last))
+    pair.layers = (2, 3)
+    entering, output, last = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0].chunk(3, -1)
+    torch.testing.assert_close(entering, states[1])
+    torch.testing.assert_close(model.get_decoder().norm(output), last)
 
 
 # Lossless decoding ------------------------------------------------------------------------------------------------
@@ -241,9 +247,10 @@ def put(name, value):
         (configure(eagle_config={"norm_before_fc": True}, use_aux_norm=True), "norm_before_fc and fc_norm exclude"),
         (configure(layer_types=["sliding_attention"]), r"layer_types \['sliding_attention'\]; accepted: \['full_att"),
         (configure(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false; accepted: heads that"),
-        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; accepted: llama"),
-        (configure(speculators_model_type="eagle"), "speculators_model_type 'eagle'; only eagle3 is supported"),
-        (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
+        (configure(model_type="llama4_text", architectures=["EagleLlama4ForCausalLM"]),
+         "layer of type 'llama4_text'; accepted: llama"),
+        (configure(speculators_model_type="medusa"), "speculators_model_type 'medusa'; accepted: eagle, eagle3"),
+        (configure(speculators_model_type="eagle3"), "eagle3, but no transformer_layer_config"),
         (configure(speculators_model_type="eagle3", transformer_layer_config={}), "has no norm_before_residual"),
     ],
 )
@@ -328,6 +335,26 @@ def test_the_weights_say_what_a_head_is(tmp_path, change, caplog):
         assert torch.equal(loaded.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("fields", [
+    {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}, "rope_theta": 1e6},
+    {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]}, "rope_theta": 1e6},
+    {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 0], "rope_theta": 1e6}},
+], ids=str)
+def test_mrope_is_the_default_for_text(tmp_path, fields):
+    head = load_head(write(tmp_path, random_head(NAMED), "midlayer", **fields))
+    expected = random_head(NAMED, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert torch.equal(head.rotary_emb.inv_freq, expected.rotary_emb.inv_freq) and head.fused is not None
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_the_architecture_says_whose_layer_it_is(target, tmp_path, architecture):
+    """SpecForge's config for Phi-4-mini has the model_type phi3, but its layer is Llama's."""
+    head = good_head(target, NAMED)
+    loaded = load_head(write(tmp_path, head, "midlayer", model_type="phi3", architectures=[architecture]))
+    lengths = [generate(EagleModel.from_parts(target, each)).stats.accepted_lengths for each in (head, loaded)]
+    assert lengths[0] == lengths[1]
+
+
 @pytest.mark.parametrize("names", ["qkv", "qkvo"])
 def test_biases_are_found_where_no_config_says_so(target, tmp_path, names):
     head = good_head(target, NAMED, attention_bias=names == "qkvo", qkv_bias=names == "qkv")
@@ -383,8 +410,21 @@ def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
     assert load_head(write(tmp_path / "b", random_head(), "layers", **by_output)).target_layers(LAYERS) == (2, 4, 5)
     four = load_head(write(tmp_path / "c", random_head(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), layout))
     assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
-    with pytest.raises(ValueError, match=r"from 0 to 6, the target's last, got \(0, 3, 7\)"):
-        named.target_layers(7)
+    with pytest.raises(ValueError, match=r"from 0 to 6, the output of the target's last, got \(0, 3, 7\)"):
+        named.target_layers(6)
+
+
+@pytest.mark.parametrize(("layout", "own", "changes"), [
+    ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 4, LAYERS]}, {}),
+    ("layers", {}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, LAYERS - 1]}})])
+def test_the_output_of_the_last_layer_can_be_read(target, tmp_path, layout, own, changes):
+    """Layer n of speculators, n - 1 of ModelOpt."""
+    head = load_head(write(tmp_path, good_head(target, **own), layout, **changes))
+    pair = EagleModel.from_parts(target, head)
+    assert pair.target.layers == (2, 4, LAYERS)
+    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
+    output = generate(pair)
+    assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
 
 
 def test_a_head_of_its_own_size_reads_a_wider_target(tmp_path):
@@ -425,7 +465,8 @@ def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path)
     assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
     assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
-    assert "from 0 to 1, the target's last" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
+    (problem,) = inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems
+    assert "from 0 to 2, the output of the target's last" in problem
     with pytest.raises(ValueError, match="which can be exported to vllm, llama.cpp only, got sglang"):
         export_head(tmp_path / "head", "sglang", tmp_path / "out")
     path = export_head(tmp_path / "head", "vllm", tmp_path / "out")

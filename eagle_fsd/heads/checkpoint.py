@@ -26,7 +26,7 @@ from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
-from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
+from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -109,8 +109,8 @@ def read_tensors(files: list[str]) -> dict[str, Tensor]:
 
 
 def is_causal_lm(source: str | Path) -> bool:
-    """Whether files are those of a causal LM, and not of a head, which has a layer `fc`. The weights decide: published
-    heads have the config of a causal LM.
+    """Whether files are those of a causal LM, and not of a head: most heads have the config of a causal LM and a layer
+    `fc`; those without `fc` have fields that only drafters have.
 
     Raises:
         TypeError, ValueError, OSError: see `load_head`.
@@ -120,9 +120,9 @@ def is_causal_lm(source: str | Path) -> bool:
     source = check_source("a draft head or causal LM", source)
     if Path(source, "adapter_config.json").is_file():
         return True
-    fetch(source, "config.json", needed=True)  # where the hub cannot be reached, each further file would take 20 s
+    config = fetch(source, "config.json", needed=True)  # first: without the hub, each further file would take 20 s
     files = weight_files(source)
-    if not files:
+    if not files or config and is_drafter(config):
         return False  # `load_head` says what is missing
     return "fc.weight" not in {name.removeprefix("model.") for name in weight_names(files[0])}
 

@@ -54,11 +54,11 @@ class Eagle3Head(DraftHead):
 
     Args:
         config: as for `DraftHead`, with additional fields: `draft_vocab_size` (R; default: the whole vocabulary),
-            `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; default: layers 2,
-            n/2 and n-3 of n), `target_hidden_size` (default: the head's own), and these, all false by default:
-            `norm_before_residual` (the residual is the hidden state after `hidden_norm`), `norm_before_fc` (one norm of
-            all features together, `input_norm`) or `fc_norm` (one of each layer's), `norm_output` (further steps
-            continue from the states after `norm`), and `qk_norm` (norms of queries and keys, as in Qwen3).
+            `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; n: the output of
+            the last of n, before the norm; default: layers 2, n/2 and n-3), `target_hidden_size` (default: the head's
+            own), and these, all false by default: `norm_before_residual` (the residual is the hidden state after
+            `hidden_norm`), `norm_before_fc` (one norm of all features together, `input_norm`) or `fc_norm` (one of each
+            layer's), `norm_output` (further steps continue from the states after `norm`), and `qk_norm` (norms of queries and keys, as in Qwen3).
             `attention_bias` gives q, k, v and o a bias, `qkv_bias` gives one to q, k and v only.
         bias: whether `fc` has a bias.
 
@@ -166,7 +166,7 @@ def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
     Raises:
         ValueError: a target of `count` layers lacks one of them, or there is a duplicate.
     """
-    if len(set(layers)) < len(layers) or not all(0 <= layer < count for layer in layers):
-        raise ValueError(f"feature layers must be distinct and from 0 to {count - 1}, the target's last, got "
+    if len(set(layers)) < len(layers) or not all(0 <= layer <= count for layer in layers):
+        raise ValueError(f"feature layers must be distinct and from 0 to {count}, the output of the target's last, got "
                          f"{tuple(layers)}")
     return tuple(sorted(layers))

@@ -114,7 +114,10 @@ def check_target(
                                ("vocabulary", head.config.vocab_size, tokens)):
         if ours != theirs:
             raise ValueError(f"{source} does not fit {target}: {what}: head {ours}, target {theirs}")
-    return head.target_layers(count)
+    layers = head.target_layers(count)
+    if count in layers:
+        raise ValueError(f"{source} reads the output of the target's last layer; llama.cpp supports inputs of layers")
+    return layers
 
 
 def interleaved(

@@ -35,7 +35,8 @@ class TargetModel:
     """A stock causal LM with tree verification: features = last hidden state, logits = lm_head(features).
 
     If `layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
-    F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
+    F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
+    reads the first part; `logits` reads the last D.
 
     A target on CUDA turns off cuDNN's attention for the whole process, see `attention.turn_off_cudnn`.
 
@@ -256,8 +257,11 @@ class TargetModel:
         with self._hook_lock:  # a hook would also record the forwards of other threads
             hooks = [
                 self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: states.append(inputs[0]))
-                for number in self.layers
+                for number in self.layers if number < len(self.decoder_layers)
             ]
+            if len(self.decoder_layers) in self.layers:
+                hooks.append(self.decoder_layers[-1].register_forward_hook(
+                    lambda layer, inputs, output: states.append(output[0] if isinstance(output, tuple) else output)))
             try:
                 last = self.decoder(input_ids=tokens, **options).last_hidden_state
             finally:
