@@ -17,6 +17,7 @@ from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
+from eagle_fsd.heads.llama_cpp import unsupported
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
@@ -281,6 +282,11 @@ def as_modelopt(config, state):
     config["eagle_config"] = {"norm_before_fc": config.pop("norm_before_fc")}
 
 
+def as_tensorrt(config, state):
+    as_modelopt(config, state)
+    config["eagle_config"]["return_hidden_post_norm"] = config.pop("norm_output")
+
+
 def as_sglang(config, state):
     config["use_aux_norm"] = config.pop("fc_norm")
     for number, name in enumerate(("low", "mid", "high")):
@@ -289,7 +295,7 @@ def as_sglang(config, state):
 
 @pytest.mark.parametrize(("layout", "options", "change"), [
     *(("speculators", options, lambda config, state: None) for options in TODAY),
-    ("layers", TODAY[0], as_modelopt), ("midlayer", TODAY[1], as_sglang),
+    ("layers", TODAY[0], as_modelopt), ("layers", TODAY[0], as_tensorrt), ("midlayer", TODAY[1], as_sglang),
     ("midlayer", TODAY[0], lambda config, state: config.pop("norm_before_fc")),  # the weights say it
 ])
 @torch.no_grad()
@@ -309,6 +315,43 @@ def test_heads_of_today_compute_what_their_code_defines(tmp_path, layout, option
             assert getattr(loaded.config, name) is value
     assert inspect_head(tmp_path / "head").facts["variant"].split(", ") == sorted(options, key=[
         "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm"].index)
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "speculators"])
+def test_the_two_meanings_of_norm_output_are_named(tmp_path, layout, caplog):
+    """SpecForge's changed in September 2026, and nothing in the files of such a head tells when it was trained."""
+    load_head(write(tmp_path, random_head(NAMED, norm_output=True), layout))
+    assert ("SpecForge before September 2026 wrote it" in caplog.text) == (layout == "midlayer")
+
+
+@pytest.mark.parametrize(("layout", "changes", "trained", "used"), [
+    ("midlayer", {"norm_output": False}, False, False),
+    ("midlayer", {"norm_output": False, "use_last_layernorm": True}, False, True),
+    ("midlayer", {"norm_output": False}, True, True),
+    ("midlayer", {"norm_output": False, "use_last_layernorm": False}, True, False),
+    ("midlayer", {}, False, True),
+    ("layers", {"eagle_config": {"use_last_layernorm": False}}, True, False),
+    ("speculators", {"norm_output": False}, False, True),
+])
+@torch.no_grad()
+def test_heads_without_a_norm_before_the_output_layer(tmp_path, layout, changes, trained, used, caplog):
+    """SpecForge before September 2026 trained heads with norm_output false so: the norm's weights stayed the same."""
+    head = random_head(NAMED)
+    if not trained:
+        head.norm.weight.fill_(1)
+    write(tmp_path / "head", head, layout, **changes)
+    states = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
+    loaded = load_head(tmp_path / "head")
+    assert ("norm.weight was never trained" in caplog.text) == ("use_last_layernorm" not in str(changes) and not used)
+    save_head(loaded, tmp_path / "again")
+    for each in (loaded, load_head(tmp_path / "again")):
+        expected = head.lm_head(head.norm(states) if used else states)
+        torch.testing.assert_close(each.own_logits(states, None), expected)
+    assert ("no last norm" in inspect_head(tmp_path / "again").facts["variant"]) == (not used)
+    if not used:
+        with pytest.raises(ValueError, match="has no norm before its output layer, and vllm always computes one"):
+            export_head(tmp_path / "head", "vllm", tmp_path / "vllm")
+        assert "llama.cpp always computes one" in unsupported(loaded)
 
 
 def as_nemo(config, state):

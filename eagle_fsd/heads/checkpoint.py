@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
+from .eagle3 import LAST_NORM, Eagle3Head
 from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
@@ -238,6 +238,8 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     """
     if isinstance(head, Eagle3Head):
         check_draft_tokens(head, state, path)
+        if isinstance(head.norm, nn.Identity):
+            state.pop("norm.weight", None)
         if "lm_head.weight" not in state and head.d2t is None:
             if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
                 state["lm_head.weight"] = state["embed_tokens.weight"]
@@ -263,7 +265,8 @@ CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAYER_IDS,
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAST_NORM,
+    LAYER_IDS,
 )
 
 

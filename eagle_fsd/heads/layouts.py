@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from .eagle3 import Eagle3Head
+from .eagle3 import LAST_NORM, Eagle3Head
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ DRAFTERS = {
     "mtp": "MTP, layers for multi-token prediction of one target, with inputs of their own",
 }
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # they compute the same, but for norms of queries and keys
+SPECFORGE = "LlamaForCausalLMEagle3"
 # Their layer is Llama's, whatever `model_type` says: configs written by hand have the target's.
-LLAMA_HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LLAMA_HEADS = (SPECFORGE, "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "layers.0."
 # Tensors that a head does not need: the tokens of d2t as a mask, parts of the target, values that the config implies.
@@ -156,6 +157,11 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
         raise ValueError(f"{path} has use_aux_hidden_state false; accepted: heads that read several target layers")
     norms = {name: bool(nested.get(name, fields.get(name))) or weight in state for name, weight in NORMS.items()}
     norms["fc_norm"] |= bool(fields.get("use_aux_norm"))  # its name in older files of SGLang
+    norms["norm_output"] |= bool(nested.get("return_hidden_post_norm"))  # in TensorRT-LLM
+    if eagle3 and norms["norm_output"] and fields.get("architectures") == [SPECFORGE]:
+        log.warning("%s has norm_output: further steps continue from the state after the norm, as in EAGLE-3.1. "
+                    "SpecForge before September 2026 wrote it for heads that continue from the state before: "
+                    "`eagle-fsd heads check` compares the two", path)
     queries, output = (f"{LAYER}self_attn.{name}_proj.bias" in state for name in "qo")
     from_weights = {"num_hidden_layers": 1, "layer_types": None, "qkv_bias": queries and not output,
                     "qk_norm": LAYER + "self_attn.q_norm.weight" in state or None,
@@ -169,6 +175,7 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
         rows = state["lm_head.weight"].shape[0] if "lm_head.weight" in state else None
         size = (fields.get("draft_vocab_size") or rows) if eagle3 else None
         own = {LAYER_IDS: layers if eagle3 else None, "draft_vocab_size": size,
+               LAST_NORM: False if eagle3 and lacks_last_norm(fields, state, path) else None,
                **{name: eagle3 and on or None for name, on in norms.items()}}
         # A null in a published config means the default.
         return LlamaConfig(**{name: text_rope(value) if name in ("rope_scaling", "rope_parameters") else value
@@ -176,6 +183,21 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
                               if name not in ("bias", "model_type") and value is not None})
     except Exception as error:  # among them the config classes' own errors
         raise ValueError(f"{path} is no Llama config: {error}") from error
+
+
+def lacks_last_norm(fields: dict, state: dict[str, Tensor], path: str) -> bool:
+    """Whether an EAGLE-3 head was trained without the norm before its output layer. SpecForge before September 2026
+    (its pull request 879) did so for `norm_output: false`; then the norm's weights are still those of the start."""
+    used = eagle_config(fields).get(LAST_NORM, fields.get(LAST_NORM))
+    if used is not None:
+        return not used
+    norm = state.get("norm.weight")
+    untrained = norm is not None and norm.dim() == 1 and bool((norm == norm[:1]).all())
+    if not untrained or fields.get("norm_output") is not False or fields.get("architectures") != [SPECFORGE]:
+        return False
+    log.warning("%s has norm_output false, and norm.weight was never trained: the head is computed without this norm, "
+                "as SpecForge before September 2026 trained it; %s true in config.json turns it on", path, LAST_NORM)
+    return True
 
 
 def text_rope(rope: object) -> object:
