@@ -256,18 +256,20 @@ class TargetModel:
         states: list[Tensor] = []
         with self._hook_lock:  # a hook would also record the forwards of other threads
             hooks = [
-                self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: states.append(inputs[0]))
-                for number in self.layers if number < len(self.decoder_layers)
+                module.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+                for module in self._recorded_modules()
             ]
-            if len(self.decoder_layers) in self.layers:
-                hooks.append(self.decoder_layers[-1].register_forward_hook(
-                    lambda layer, inputs, output: states.append(output[0] if isinstance(output, tuple) else output)))
             try:
                 last = self.decoder(input_ids=tokens, **options).last_hidden_state
             finally:
                 for hook in hooks:
                     hook.remove()
         return torch.cat([*(each.to(last.device) for each in states), last], -1)
+
+    def _recorded_modules(self) -> list[nn.Module]:
+        """The modules whose input hidden states are the first part of the features."""
+        layers = self.decoder_layers
+        return [layers[number] if number < len(layers) else find_norm(self.decoder, layers) for number in self.layers]
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
@@ -334,6 +336,15 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+def find_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The decoder's norm of the last layer's output: the first one after its layers, whatever its name."""
+    parts = list(decoder.children())
+    for module in parts[parts.index(layers) :]:
+        if "norm" in type(module).__name__.lower():
+            return module
+    raise ValueError(f"{type(decoder).__name__} has no norm after its layers, whose input a head could read")
 
 
 @dataclass(eq=False)
