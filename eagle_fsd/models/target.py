@@ -339,9 +339,10 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
 
 
 def find_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """The decoder's norm of the last layer's output: the first one after its layers, whatever its name."""
+    """The decoder's norm of the last layer's output, whatever its name: the first one after its layers, or before."""
     parts = list(decoder.children())
-    for module in parts[parts.index(layers) :]:
+    place = parts.index(layers)
+    for module in parts[place:] + parts[:place][::-1]:
         if "norm" in type(module).__name__.lower():
             return module
     raise ValueError(f"{type(decoder).__name__} has no norm after its layers, whose input a head could read")
