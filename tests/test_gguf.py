@@ -267,7 +267,7 @@ def test_the_command_writes_bfloat16(deep, tmp_path, capsys):
     (lambda: random_head(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), "is of type 'yarn'; accepted: default"),
     (lambda: random_head(vocab_size=40), "vocabulary: head 40, target 32"),
     (lambda: random_head(target_hidden_size=32), "hidden size: head 32, target 16"),
-    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 8]), "from 0 to 7, the target's last"),
+    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 8]), "the output of the target's last layer"),
 ])
 def test_what_llama_cpp_cannot_compute_is_refused(deep, tmp_path, make, message):
     save_head(make(), tmp_path / "head")

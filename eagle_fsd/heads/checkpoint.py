@@ -26,8 +26,8 @@ from ..data.sources import check_source, fetch
 from ..locks import one_at_a_time
 from ..models.loading import EmptyWeights
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
-from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
+from .eagle3 import LAST_NORM, Eagle3Head
+from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -110,8 +110,8 @@ def read_tensors(files: list[str]) -> dict[str, Tensor]:
 
 
 def is_causal_lm(source: str | Path) -> bool:
-    """Whether files are those of a causal LM, and not of a head, which has a layer `fc`. The weights decide: published
-    heads have the config of a causal LM.
+    """Whether files are those of a causal LM, and not of a head: most heads have the config of a causal LM and a layer
+    `fc`; those without `fc` have fields that only drafters have.
 
     Raises:
         TypeError, ValueError, OSError: see `load_head`.
@@ -121,9 +121,9 @@ def is_causal_lm(source: str | Path) -> bool:
     source = check_source("a draft head or causal LM", source)
     if Path(source, "adapter_config.json").is_file():
         return True
-    fetch(source, "config.json", needed=True)  # where the hub cannot be reached, each further file would take 20 s
+    config = fetch(source, "config.json", needed=True)  # first: without the hub, each further file would take 20 s
     files = weight_files(source)
-    if not files:
+    if not files or config and is_drafter(config):
         return False  # `load_head` says what is missing
     return "fc.weight" not in {name.removeprefix("model.") for name in weight_names(files[0])}
 
@@ -240,6 +240,8 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     """
     if isinstance(head, Eagle3Head):
         check_draft_tokens(head, state, path)
+        if isinstance(head.norm, nn.Identity):
+            state.pop("norm.weight", None)
         if "lm_head.weight" not in state and head.d2t is None:
             if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
                 state["lm_head.weight"] = state["embed_tokens.weight"]
@@ -265,7 +267,8 @@ CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAYER_IDS,
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAST_NORM,
+    LAYER_IDS,
 )
 
 

@@ -13,7 +13,7 @@ from ..locks import one_at_a_time
 from ..text import token_difference
 from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
+from .eagle3 import LAST_NORM, Eagle3Head
 from .export import LAYOUTS, Layout, has_trained_bias
 from .layouts import LAYER_IDS, NORMS
 
@@ -63,6 +63,7 @@ def inspect_head(
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
         variant = [name for name in (*NORMS, "norm_before_residual", "qk_norm") if getattr(config, name, False)]
+        variant += [] if getattr(config, LAST_NORM, True) else ["no last norm"]
         facts["variant"] = ", ".join(variant) or "as published by its authors"
         facts["reads"] = f"the inputs of layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]

@@ -247,7 +247,7 @@ class FusedDecoder:
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache,  # the keys and values of the tokens are appended
-        feature_layers: Sequence[int] = (),  # their input hidden states precede the last hidden state
+        feature_layers: Sequence[int] = (),  # their inputs precede the last hidden state; n: the last layer's output
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
         first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
         visible = cache.visible(tokens.device)
@@ -294,6 +294,8 @@ class FusedDecoder:
             if number in feature_layers:
                 features.append(hidden.to(dtype, copy=True))
             layer(hidden, layer.norms[0](hidden), rotation, attend, new_states[number], *cached[number])
+        if len(self.layers) in feature_layers:
+            features.append(hidden.to(dtype, copy=True))
         features.append(self.norm(hidden))
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 

@@ -44,7 +44,8 @@ class TargetModel:
     """A stock causal LM with tree verification: features = last hidden state, logits = lm_head(features).
 
     If `layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
-    F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
+    F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
+    reads the first part; `logits` reads the last D.
 
     A target on CUDA turns off cuDNN's attention for the whole process, see `attention.turn_off_cudnn`.
 
@@ -310,12 +311,20 @@ class TargetModel:
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
         """Features by the stock decoder."""
-        layers = [self.decoder_layers[number] for number in sorted(self.layers)]
+        layers = self._recorded_modules()
         if not layers:
             return self.decoder(input_ids=tokens, **options).last_hidden_state
         with recorded_inputs(layers) as states:
             last = self.decoder(input_ids=tokens, **options).last_hidden_state
         return torch.cat([*(states[layer].to(last.device) for layer in layers), last], -1)
+
+    def _recorded_modules(self) -> list[nn.Module]:
+        """The modules whose input hidden states are the first part of the features."""
+        layers = self.decoder_layers
+        return [
+            layers[number] if number < len(layers) else find_norm(self.decoder, layers)
+            for number in sorted(self.layers)
+        ]
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
@@ -382,6 +391,16 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+def find_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The decoder's norm of the last layer's output, whatever its name: the first one after its layers, or before."""
+    parts = list(decoder.children())
+    place = parts.index(layers)
+    for module in parts[place:] + parts[:place][::-1]:
+        if "norm" in type(module).__name__.lower():
+            return module
+    raise ValueError(f"{type(decoder).__name__} has no norm after its layers, whose input a head could read")
 
 
 @dataclass(eq=False)
