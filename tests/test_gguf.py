@@ -176,7 +176,8 @@ FILES = {
         "num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
         WINDOW | {"rope.freq_base_swa": 50.0}),
     "phi3": ("phi3", "phi3", {"sliding_window": 6, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, WINDOW),
-    "phi3 long": ("phi3", "phi3", {"sliding_window": None, "rope_parameters": LONG},
+    "phi3 long": ("phi3", "phi3", {
+        "sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 64},
                   {"rope.scaling.attn_factor": 1.25}),
     "starcoder2": ("starcoder2", "starcoder2", {"norm_epsilon": 1e-2, "rope_parameters": PLAIN}, {}),
     "stablelm": ("stablelm", "stablelm", {
@@ -212,7 +213,7 @@ def test_the_model_of_a_file_computes_what_the_one_it_was_written_from_does(tmp_
     model = noisy(family, **options)
     file = write(tmp_path / "tiny.gguf", model, architecture=architecture, numbers=numbers)
     loaded = AutoModelForCausalLM.from_pretrained(dequantised(file), attn_implementation="eager")
-    text = torch.tensor([[(7 * number + 3) % VOCAB for number in range(40)]])
+    text = torch.tensor([[(7 * number + 3) % VOCAB for number in range(80)]])
     torch.testing.assert_close(loaded(text).logits, model(text).logits, rtol=1e-5, atol=1e-5)
 
 

@@ -125,6 +125,9 @@ def gguf_config(
     head_dim = fields.get("head_dim", hidden // heads)
     if architecture != "gpt2":
         fields["rope_parameters"] = rope_parameters(numbers, family, rope, head_dim, fields["max_position_embeddings"])
+    if architecture == "phi3":  # its config has another field for it, which takes precedence
+        fields["original_max_position_embeddings"] = fields["rope_parameters"].get(
+            "original_max_position_embeddings", fields["max_position_embeddings"])
     if architecture in LARGEST_GEMMA:
         large = fields["num_hidden_layers"] == LARGEST_GEMMA[architecture]
         fields["query_pre_attn_scalar"] = hidden // heads if large else head_dim
@@ -161,8 +164,7 @@ def tensor_fields(model_type: str, tensors: Mapping[str, object]) -> dict[str, b
     if model_type == "llama":
         return {"attention_bias": query_bias, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     if model_type == "stablelm":
-        return {"use_qkv_bias": query_bias, "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
-    }
+        return {"use_qkv_bias": query_bias, "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors}
     return {}
 
 
