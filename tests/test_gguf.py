@@ -5,8 +5,13 @@ import json
 import logging
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
+from subprocess import DEVNULL, PIPE, Popen
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -215,6 +220,29 @@ def test_the_model_of_a_file_computes_what_the_one_it_was_written_from_does(tmp_
     loaded = AutoModelForCausalLM.from_pretrained(dequantised(file), attn_implementation="eager")
     text = torch.tensor([[(7 * number + 3) % VOCAB for number in range(80)]])
     torch.testing.assert_close(loaded(text).logits, model(text).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="the package xllamacpp is not installed")
+@pytest.mark.parametrize("name", [name for name in FILES if name != "phi3"])  # llama.cpp computes no window for Phi-3
+@torch.no_grad()
+def test_llama_cpp_computes_the_same_from_a_file(tmp_path, name):
+    architecture, family, options, numbers = FILES[name]
+    model, text = noisy(family, **options), [(7 * number + 3) % VOCAB for number in range(80)]
+    file = write(tmp_path / "tiny.gguf", model, architecture=architecture, numbers=numbers)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    body = {"prompt": text, "n_predict": 1, "n_probs": VOCAB, "temperature": 0}
+    request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode())
+    command = [sys.executable, "-m", "eval.llama_server", file, "--port", str(port), "--threads", "1"]
+    with Popen(command, stdout=PIPE, stderr=DEVNULL, text=True, cwd=Path(__file__).parent.parent) as server:
+        try:
+            assert any("llama.cpp serves" in line for line in server.stdout), "it does not load the file"
+            (answer,) = json.load(urlopen(request, timeout=60))["completion_probabilities"]
+        finally:
+            server.kill()
+    found = torch.tensor([logprob for _, logprob in sorted((x["id"], x["logprob"]) for x in answer["top_logprobs"])])
+    torch.testing.assert_close(found, model(torch.tensor([text])).logits[0, -1].log_softmax(-1), rtol=0, atol=0.03)
 
 
 def written(path, family="llama", architecture="llama", numbers=None, without=(), **options):
