@@ -7,6 +7,7 @@ and damaged caches. Bad values of options: test_options.py; damaged heads: test_
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +191,18 @@ def with_weights(folder, change):
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def sharded(folder, damage):
+    """The weights in two files; `damage` gets the second."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    weights = {name: f"model-0000{1 + (name > names[9])}-of-00002.safetensors" for name in names}
+    for file in set(weights.values()):
+        save_file({name: state[name] for name in names if weights[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    damage(folder / file.replace("00001-", "00002-"))
+
+
 def cut(folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-2])
 
@@ -199,6 +212,11 @@ def cut(folder):
     (lambda folder: (folder / "config.json").write_text("{"), {}, OSError, "not a valid JSON"),
     (without, {}, OSError, "no file"),
     (cut, {}, ValueError, "cannot be loaded as a causal LM"),
+    (lambda folder: sharded(folder, Path.unlink), {}, OSError, "model-00002-of-00002.safetensors"),
+    (lambda folder: sharded(folder, lambda file: file.write_bytes(file.read_bytes()[:-2])), {}, ValueError,
+     "cannot be loaded as a causal LM"),
+    (lambda folder: sharded(folder, lambda file: save_file({}, file, {"format": "pt"})), {}, ValueError,
+     "lacks weights: .*model.norm.weight"),
     (lambda folder: with_weights(folder, lambda state: state.pop("model.layers.0.mlp.up_proj.weight")), {}, ValueError,
      "lacks weights: model.layers.0.mlp.up_proj.weight"),
     (lambda folder: with_weights(folder, lambda state: state["model.norm.weight"].fill_(NAN)), {}, ValueError,
