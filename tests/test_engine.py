@@ -12,6 +12,7 @@ import torch
 from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.rows import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
@@ -100,28 +101,27 @@ def pieces_of(ticket):
     return tokens, receipts, "".join(piece.text for piece in pieces)
 
 
-class Scheduled(eagle_fsd.Engine):
-    """Between cycles, its own thread does what a test wants; it closes once nothing is left to do."""
-
-    def __init__(self, *args, events, **options):
-        self.events = events  # one list of functions of the engine for each turn
-        super().__init__(*args, **options)
-
-    def _wait(self):
-        while True:
-            for event in self.events.pop(0) if self.events else ():
-                event(self)
-            if self._queue or len(self._rows):
-                return True
-            if not self.events:
-                self.closed = True
-                return False
-
-
 def scheduled(pair, events, **options):
-    """An engine after its events."""
-    engine = Scheduled(pair, events=events, **options)
-    engine._thread.join()
+    """An engine after its events: lists of functions of the engine, one for each turn. Its own thread calls them before
+    the turn, and closes it once nothing is left to do."""
+    ready = threading.Event()
+
+    class Scheduled(Loop):
+        def _wait(self):
+            ready.wait()
+            while not (self.closed or self.queue or len(self.rows)) or events:
+                for event in events.pop(0) if events else ():
+                    event(engine)
+                if self.queue or len(self.rows):
+                    return True
+                self.closed = not events
+            return bool(self.queue or len(self.rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_fsd.batching.engine.Loop", Scheduled)
+        engine = eagle_fsd.Engine(pair, **options)
+    ready.set()
+    engine._loop.thread.join()
     return engine
 
 
@@ -142,10 +142,11 @@ def run_schedule(seed):
         def event(engine):
             tickets[at].cancel()
             cancelled.add(at)
-            before = len(engine._rows) + len(engine._queue)
-            engine._rows.drop_cancelled()
-            assert len(engine._rows) <= before
-            assert not any(map(engine._rows.cancelled, engine._rows.requests))
+        return event
+
+    def ended(at):
+        def event(engine):
+            assert tickets[at].done
         return event
 
     events = [[] for _ in range(40)]
@@ -153,14 +154,16 @@ def run_schedule(seed):
         turn = draw.randrange(25)
         events[turn].append(submit(at))
         if draw.random() < 0.25:
-            events[turn + draw.randrange(1, 12)].append(cancel(at))
+            later = turn + draw.randrange(1, 12)
+            events[later].append(cancel(at))
+            events[later + 1].append(ended(at))
     rows = draw.randint(1, 5)
     options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
                "prefixes": draw.choice([0, 1, 3])}
     chosen = draw.random() < 0.6
     engine = scheduled(model(chosen), events, max_rows=rows, **options)
     assert engine.error is None and len(tickets) == len(numbers)
-    assert engine.rows == engine.waiting == 0 and not engine._rows.live
+    assert engine.rows == engine.waiting == 0
     for at, ticket in tickets.items():
         output, expected = ticket.result(0), alone(numbers[at])
         if chosen and "threshold" in request(numbers[at])[1]:
@@ -242,16 +245,20 @@ def test_what_was_read_before_is_copied(trees):
             output = engine.submit(other, seed=expected.seed, **options).result()
             assert_as_alone(output, expected)
             assert engine.stats.reused_tokens - before == len(other) - output.stats.prefill_tokens >= least
-        assert len(engine._rows.prefixes.kept) == 4  # the first one is the beginning of the second's text
 
 
-def test_prefixes_are_bounded():
-    with eagle_fsd.Engine(model(), max_tokens=200, prefixes=3) as engine:
-        for number in range(6):
-            engine.submit([number] * (10 + 8 * number), max_new_tokens=4).result()
-        kept = engine._rows.prefixes.kept
-        assert 1 <= len(kept) <= 3 and sum(len(each.tokens) for each in kept) <= 100
-        assert all(each.forwards.cache.capacity == len(each.tokens) for each in kept)
+@pytest.mark.parametrize(("most", "room", "found"), [(3, 2000, [3, 4, 5]), (6, 200, [4, 5]), (0, 2000, [])], ids=str)
+def test_prefixes_are_bounded(most, room, found):
+    """By their number, and by half of the engine's room: 13, 21, 29, 37, 45 and 53 positions are known."""
+    def prompt(number):
+        return [number] * (10 + 8 * number)
+
+    for again in range(6):
+        with eagle_fsd.Engine(model(), max_tokens=room, prefixes=most) as engine:
+            for number in (*range(6), again):
+                before = engine.stats.reused_tokens
+                engine.submit(prompt(number), max_new_tokens=4, text_drafts="off").result()
+            assert (engine.stats.reused_tokens - before > 0) == (again in found)
 
 
 # Room, queue and closing ------------------------------------------------------------------------------------------
@@ -269,10 +276,9 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
             assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), max_new_tokens=count, seed=count,
                                                                 acceptance="exact", tree=TREE))
         assert max(most) == 2  # 2 * (12 + 40 + 12) <= 130 < 3 * (12 + 20 + 12)
-        cache = engine._rows.decoder.forwards.cache
-        assert cache.batch * cache.capacity <= 130
-    with eagle_fsd.Engine(model(), max_rows=4) as engine:  # as free memory says
-        assert engine._rows.positions == 4 * (model().target.max_positions + engine._rows.nodes)
+    with eagle_fsd.Engine(model(), max_rows=2) as engine:  # as free memory says, here all positions for both
+        whole = [engine.submit(PROMPT, max_new_tokens=1000, fit=True) for _ in range(2)]
+        assert [len(ticket.result().token_ids) for ticket in whole] == [128 - len(PROMPT)] * 2
 
 
 def test_a_chosen_tree_is_that_for_the_rows_of_the_moment():
@@ -320,17 +326,19 @@ def test_the_queue_has_an_end():
 
 
 def test_closing_finishes_what_was_submitted():
+    before = threading.active_count()
     engine = eagle_fsd.Engine(model(), max_rows=2)
     tickets = [engine.submit(PROMPT, max_new_tokens=10) for _ in range(5)]
     engine.close()
     assert all(ticket.done and ticket.result().finish_reason == "length" for ticket in tickets)
-    assert engine.closed and not engine._thread.is_alive()
+    assert engine.closed and threading.active_count() == before
     with pytest.raises(eagle_fsd.EngineClosed, match="it was closed"):
         engine.submit(PROMPT)
     engine.close()
 
 
 def test_closing_at_once():
+    before = threading.active_count()
     engine = eagle_fsd.Engine(model(), max_rows=1)
     first, go = blocked(engine)
     second = engine.submit(PROMPT)
@@ -340,7 +348,7 @@ def test_closing_at_once():
         second.result(30)
     go.set()
     closing.join(30)
-    assert not engine._thread.is_alive()
+    assert threading.active_count() == before
     assert first.result().finish_reason == "cancelled" and 1 <= len(first.result().token_ids) < 6
     assert engine.stats.finished == {"cancelled": 1, "error": 1}
 
@@ -457,7 +465,7 @@ def test_an_error_of_the_loop_ends_all(monkeypatch):
     for ticket in (first, *others):
         with pytest.raises(ZeroDivisionError):
             ticket.result(30)
-    engine._thread.join(30)
+    engine.close()
     with pytest.raises(eagle_fsd.EngineClosed, match="it has failed: ZeroDivisionError"):
         engine.submit(PROMPT)
     assert (engine.rows, engine.waiting) == (0, 0) and engine.stats.finished == {"error": 4}
@@ -469,7 +477,7 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join")], ids=readable)
+@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join"), (Decoder, "drop_finished")], ids=readable)
 def test_every_request_ends_whatever_fails(place, monkeypatch):
     """In the middle of what ends one of them."""
     monkeypatch.setattr(*place, raises(KeyError("a bug")))

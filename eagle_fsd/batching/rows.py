@@ -120,7 +120,8 @@ class Rows:
     @property
     def requests(self) -> list[Request]:
         """The requests that are being decoded."""
-        return [] if self.decoder is None else self.decoder.requests
+        decoder = self.decoder  # another thread may read this while it is released
+        return [] if decoder is None else decoder.requests
 
     def __len__(self) -> int:
         return len(self.requests) + (self.prefilling is not None)
@@ -243,6 +244,8 @@ class Rows:
         (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
             receipts = alone.prefill_chunk(0, most)
+            if receipts and request.reason is None:
+                self.decoder.forwards.allocate_like(alone.forwards)  # here, as memory may run out
         except Exception as error:
             request.finish("error", error)
             receipts = []
@@ -272,10 +275,13 @@ class Rows:
         self._drop_finished()
 
     def _show(self, request: Request, receipts: list[Receipt]) -> None:
-        """Pass the new receipts to the request's ticket."""
+        """Pass the new receipts to the request's ticket. An error of the tokenizer ends this request only."""
         ticket = self.live[request]()
         if receipts and ticket is not None:
-            ticket.add(receipts)
+            try:
+                ticket.add(receipts)
+            except Exception as error:
+                request.finish("error", error)
 
     # Leaving ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +324,7 @@ class Rows:
                 return
             self._ended.add(request)
             self._ended.finished[request.reason] += 1
+        release_frames(request.error)
         ticket = reference()
         if ticket is not None:
             if ticket.pool is not None and request.reason not in ("cancelled", "error"):
@@ -391,6 +398,20 @@ class Prefixes:
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Clear the local variables of an error's traceback, caches and models among them, for as long as a user keeps the
+    error. Calls that have not ended, which are the outer ones, leave the traceback."""
+    while error is not None:
+        entry = error.__traceback__
+        while entry is not None:
+            try:
+                entry.tb_frame.clear()
+            except RuntimeError:
+                error.__traceback__ = entry.tb_next
+            entry = entry.tb_next
+        error = error.__context__
 
 
 def positions_of(request: Request) -> int:
