@@ -23,7 +23,7 @@ from .data.files import cache_directory, save_atomically
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import nearly_greedy, HeadCurves, known_curves
+from .drafting.curves import HeadCurves, known_curves, nearly_greedy
 from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead

@@ -263,6 +263,20 @@ def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed(
     assert pools[0] == pools[1] and not pools[1] & pools[2]
 
 
+def test_what_trees_of_clients_leave_behind_is_bounded(monkeypatch):
+    """Buffers go with the last of their programs, whose number is bounded; texts are as without."""
+    made, new = weakref.WeakSet(), Buffers.__init__
+    monkeypatch.setattr(Buffers, "__init__", lambda self, *args: (made.add(self), new(self, *args))[1])
+    monkeypatch.setattr("eagle_fsd.captured.cycle.Pool", partial(Pool, most=8))
+    plain, pair = tiny_pair(), capturing(tiny_pair())
+    trees = [replace(TREE, draft_temperature=1 + number / 100) for number in range(30)]
+    for tree in [*trees, *trees[-2:], *trees[:2]]:
+        options = {"max_new_tokens": 9, "tree": tree, "text_drafts": "off", "temperature": 0.8, "seed": 1}
+        assert_equal([eagle_fsd.generate(PROMPT, pair, **options)], [eagle_fsd.generate(PROMPT, plain, **options)])
+        assert len(made) <= 8
+    assert all(pair.captured.taken) and len(made) >= 2
+
+
 @pytest.mark.parametrize("setting", [0, 1])
 @torch.inference_mode()
 def test_the_recorded_runs(setting):

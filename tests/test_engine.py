@@ -3,19 +3,26 @@
 import asyncio
 import functools
 import gc
+import logging
 import random
+import sys
 import threading
 import time
+import traceback
+import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.rows import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 
@@ -437,22 +444,159 @@ def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
                                                             acceptance="exact", seed=0))
 
 
-def test_an_error_of_the_tokenizer_ends_its_own_request(monkeypatch):
-    pair, failing = tiny_pair(tokenizer=tiny_tokenizer()), []
+@dataclass(frozen=True)
+class Failing(FSD):
+    """A user's rule that fails where a row's target draws one of these tokens."""
+
+    tokens: frozenset = frozenset()
+    met: list = field(default_factory=list, compare=False)
+
+    def gate(self, nodes):
+        self.met.extend(nodes.exact[nodes.going].tolist())
+        if not self.tokens.isdisjoint(self.met[-int(nodes.going.sum()) :]):
+            raise ZeroDivisionError("no such luck")
+        return super().gate(nodes)
+
+
+@dataclass(frozen=True)
+class Weighted(FSD):
+    """A user's rule that cannot be compared with others."""
+
+    weights: torch.Tensor = field(kw_only=True)
+
+
+def test_an_error_of_a_rule_ends_its_own_request():
+    """Also where requests with an equal rule are decided together."""
+    options, met = {"max_new_tokens": 20, "text_drafts": "off", "tree": TREE, "seed": 0}, []
+    prompts = [PROMPT, PROMPT[:7], PROMPT[:9]]
+    for prompt in prompts:
+        rule = Failing(0.3, head_guard=None)
+        expected = eagle_fsd.generate(prompt, model(), acceptance=rule, **options)
+        met.append((set(rule.met), expected))
+    bad = next(at for at in range(3) if met[at][0] - set().union(*(met[other][0] for other in range(3) if other != at)))
+    own = met[bad][0] - set().union(*(met[other][0] for other in range(3) if other != bad))
+    rule, tickets = Failing(0.3, head_guard=None, tokens=frozenset(own)), []
+    engine = scheduled(model(), [[lambda engine: tickets.extend(
+        engine.submit(prompt, acceptance=rule, **options) for prompt in prompts)]])
+    assert engine.error is None and engine.stats.finished == {"error": 1, "length": 2}
+    for at, ticket in enumerate(tickets):
+        if at == bad:
+            with pytest.raises(ZeroDivisionError, match="no such luck"):
+                ticket.result()
+        else:
+            assert_as_alone(ticket.result(), met[at][1])
+    with pytest.raises(ZeroDivisionError):
+        eagle_fsd.generate(prompts, model(), acceptance=rule, **options)
+
+
+def test_rules_that_cannot_be_compared():
+    rules = [Weighted(0.3, weights=torch.ones(2)), Weighted(0.3, weights=torch.zeros(2))]
+    options, tickets = {"max_new_tokens": 12, "seed": 0}, []
+    engine = scheduled(model(), [[lambda engine: tickets.extend(
+        engine.submit(PROMPT, acceptance=rule, **options) for rule in rules)]])
+    assert engine.error is None
+    for ticket, rule in zip(tickets, rules, strict=True):
+        assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), acceptance=rule, tree=TREE, **options))
+
+
+@pytest.mark.parametrize("least", [1, 7], ids=["a piece", "the whole answer"])
+def test_an_error_of_the_tokenizer_ends_its_own_request(least, monkeypatch):
+    pair, failing, tickets = tiny_pair(tokenizer=tiny_tokenizer()), [], []
+    expected = eagle_fsd.generate(PROMPT[:5], pair, max_new_tokens=7, tree=TREE, seed=0)
     decode = pair.tokenizer.decode
 
     def broken(ids, **options):
-        if failing and len(ids) == 7:  # the whole answer
+        if failing and len(ids) >= least:
             failing.clear()
             raise RuntimeError("already borrowed")
         return decode(ids, **options)
 
     monkeypatch.setattr(pair.tokenizer, "decode", broken)
-    with eagle_fsd.Engine(pair) as engine:
-        failing.append(True)
-        with pytest.raises(RuntimeError, match="already borrowed"):
-            engine.submit(PROMPT, max_new_tokens=7).result()
-        assert engine.submit(PROMPT, max_new_tokens=7).result().finish_reason == "length"
+    engine = scheduled(pair, [[lambda engine: tickets.extend(engine.submit(
+        prompt, max_new_tokens=7, seed=0) for prompt in (PROMPT, PROMPT[:5])),
+        lambda engine: failing.append(True)]], tree=TREE)
+    assert engine.error is None
+    with pytest.raises(RuntimeError, match="already borrowed"):
+        tickets[0].result()
+    assert_as_alone(tickets[1].result(), expected)
+
+
+def test_memory_that_runs_out_ends_one_request(monkeypatch):
+    """In whichever allocation of a cache: the others get their text, those that come later too."""
+    pair, allocate, prompts = tiny_pair(), TreeCache._storage, [PROMPT, PROMPT[:7], PROMPT[:9]]
+    expected = [eagle_fsd.generate(prompt, pair, max_new_tokens=9, acceptance="exact", tree=TREE, seed=0)
+                for prompt in prompts]
+    failures = 0
+    for last in range(12):
+        calls, tickets = [], []
+
+        def scarce(*args, calls=calls, last=last):
+            calls.append(None)
+            if len(calls) == last + 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return allocate(*args)
+
+        def submit(engine, tickets=tickets):
+            tickets.extend(engine.submit(prompt, max_new_tokens=9, acceptance="exact", seed=0) for prompt in prompts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeCache, "_storage", scarce)
+            engine = scheduled(pair, [[submit]], max_rows=4, max_tokens=400, tree=TREE)
+        assert engine.error is None and engine.stats.finished.total() == 3
+        failed = engine.stats.finished["error"]
+        assert failed == (last < len(calls))
+        failures += failed
+        for ticket, alone in zip(tickets, expected, strict=True):
+            if failed and isinstance(ticket._output.exception(), torch.OutOfMemoryError):
+                failed -= 1
+            else:
+                assert_as_alone(ticket.result(), alone)
+    assert failures >= 8
+
+
+# What is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_nobody_holds_ends_with_its_requests():
+    pair, before = tiny_pair(), threading.active_count()
+    expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=9, tree=TREE, seed=0)
+    ticket = eagle_fsd.Engine(pair, tree=TREE).submit(PROMPT, max_new_tokens=9, seed=0)
+    assert_as_alone(ticket.result(30), expected)
+    for thread in threading.enumerate():
+        if thread.name == "eagle_fsd.Engine":
+            thread.join(30)
+    assert threading.active_count() == before
+    kept = weakref.ref(pair)
+    del pair
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("place", [("target", "verify"), ("target", "prefill"), ("draft", "predict")], ids=str)
+def test_errors_keep_neither_caches_nor_the_model(place, monkeypatch, caplog):
+    """Of the loop, and of a request; the user keeps both errors, which still say where they came from."""
+    caplog.set_level(logging.CRITICAL, "eagle_fsd")  # a record has the traceback too
+    made, new = weakref.WeakSet(), TreeCache.__init__
+    monkeypatch.setattr(TreeCache, "__init__", lambda self, *args: (made.add(self), new(self, *args))[1])
+    pair, part = tiny_pair(), place[0]
+
+    def broken(*args):
+        try:
+            raise KeyError("first")
+        except KeyError:
+            return 1 / 0
+
+    setattr(getattr(pair, part), place[1], broken)
+    engine = eagle_fsd.Engine(pair, max_tokens=400)
+    with pytest.raises(ZeroDivisionError) as failed:
+        engine.submit(PROMPT).result(30)
+    engine.close()
+    loop, request, kept = engine.error, failed.value, weakref.ref(pair)
+    assert (loop is None) == (place != ("target", "verify"))
+    assert "return 1 / 0" in "".join(traceback.format_exception(request)) or sys.version_info < (3, 11)
+    del engine, pair, failed
+    gc.collect()
+    assert not made and kept() is None and request is (loop or request)
 
 
 def test_an_error_of_the_loop_ends_all(monkeypatch):
@@ -494,6 +638,7 @@ def test_every_request_ends_whatever_fails(place, monkeypatch):
     ({"tree": eagle_fsd.TreeConfig(4, 2, 2), "threshold": 0.5}, ValueError, "tree of a fuzzy request must be"),
     ({"tree": eagle_fsd.TreeConfig(400, 20, 20)}, ValueError, "tree is too large here"),
     ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
+    ({"pool": ["mine"]}, TypeError, "pool must be a string or None, got \\['mine'\\]"),
 ], ids=readable)
 def test_bad_requests(options, error, message):
     with eagle_fsd.Engine(model()) as engine:

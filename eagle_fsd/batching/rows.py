@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -401,17 +403,13 @@ class Prefixes:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of an error's traceback, caches and models among them, for as long as a user keeps the
-    error. Calls that have not ended, which are the outer ones, leave the traceback."""
+    """Replace an error's traceback by its text: a user may keep the error, and frames refer to caches and the model."""
+    if error is None or error.__traceback__ is None:
+        return
+    if sys.version_info >= (3, 11):
+        error.add_note("In the engine's thread:\n" + "".join(traceback.format_exception(error)))
     while error is not None:
-        entry = error.__traceback__
-        while entry is not None:
-            try:
-                entry.tb_frame.clear()
-            except RuntimeError:
-                error.__traceback__ = entry.tb_next
-            entry = entry.tb_next
-        error = error.__context__
+        error.__traceback__, error = None, error.__context__
 
 
 def positions_of(request: Request) -> int:
