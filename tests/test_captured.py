@@ -233,21 +233,24 @@ def test_requests_of_an_engine_that_join_and_leave(kind):
 
 
 def test_kept_features_of_a_cancelled_request_are_its_own():
-    """Not those of the next request whose path the programs write to the same place."""
-    pair, kept = capturing(tiny_pair(tokenizer=tiny_tokenizer())), []
-    options = {"max_new_tokens": 40, "text_drafts": "off"}
-    with eagle_fsd.Engine(pair, max_rows=1, tree=ENGINE_TREE) as engine:
-        for prompt in (PROMPT, PROMPTS[1]):
-            ticket = engine.submit(prompt, **options)
-            for _ in zip(range(12), ticket, strict=False):
+    """Not those of the next request whose path the programs write to the same place: a prompt that continues a cancelled
+    answer is drafted for as if it had been prefilled whole."""
+    pair, asked = capturing(tiny_pair()), []
+    options = {"text_drafts": "off", "acceptance": "exact"}
+    with eagle_fsd.Engine(pair, max_rows=1, max_tokens=4000, prefixes=20, tree=ENGINE_TREE) as engine:
+        for count in range(2, 12):
+            prompt = [count, *PROMPT]
+            ticket = engine.submit(prompt, max_new_tokens=60, **options)
+            for _ in zip(range(count), ticket, strict=False):
                 pass
             ticket.cancel()
-            with contextlib.suppress(Exception):
-                ticket.result()
-            engine.submit(PROMPT[:2], max_new_tokens=1).result()  # by now it has been dropped
-            if not kept:
-                kept = [(each, each.features.clone()) for each in engine._rows.prefixes.kept if len(each.tokens) > 6]
-    assert kept and all(torch.equal(each.features, features) for each, features in kept)
+            asked.append([*prompt, *ticket.result().token_ids, 7])
+        continued = [engine.submit(prompt, max_new_tokens=20, **options).result() for prompt in asked]
+    for found, prompt in zip(continued, asked, strict=True):
+        expected = eagle_fsd.generate(prompt, pair, tree=ENGINE_TREE, max_new_tokens=20, seed=found.seed, **options)
+        assert_as_alone(found, expected)
+        assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+        assert found.stats.prefill_tokens <= 3
 
 
 def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed():
