@@ -58,7 +58,7 @@ EXTRAS_BIN = .venv-extras/bin
 EXTRAS_TESTS = $(addprefix tests/test_,serve_page.py serve_ray.py lm_eval.py grading.py large_targets.py)
 
 test-extras:
-	@echo "Setting up .venv-extras, or bringing it up to date (2 GB on disk with torch's CPU build), then .venv-vllm."
+	@echo "Setting up .venv-extras, or bringing it up to date (3 GB on disk with torch's CPU build), then .venv-vllm."
 	test -d .venv-extras || $(PYTHON) -m venv .venv-extras
 	$(EXTRAS_BIN)/python -m pip install --quiet --upgrade pip
 	$(EXTRAS_BIN)/python -m pip install $(TORCH)

@@ -233,8 +233,8 @@ def test_requests_of_an_engine_that_join_and_leave(kind):
 
 
 def test_kept_features_of_a_cancelled_request_are_its_own():
-    """Not those of the next request whose path the programs write to the same place: a prompt that continues a cancelled
-    answer is drafted for as if it had been prefilled whole."""
+    """Not those of the next request, whose path the programs write to the same place: a prompt that continues a
+    cancelled answer is drafted for as if it had been prefilled whole."""
     pair, asked = capturing(tiny_pair()), []
     options = {"text_drafts": "off", "acceptance": "exact"}
     with eagle_fsd.Engine(pair, max_rows=1, max_tokens=4000, prefixes=20, tree=ENGINE_TREE) as engine:
