@@ -23,7 +23,7 @@ from .data.files import cache_directory, save_atomically
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import HeadCurves, known_curves
+from .drafting.curves import HeadCurves, known_curves, nearly_greedy
 from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead
@@ -51,8 +51,8 @@ class EagleModel:
     tokenizer: PreTrainedTokenizerBase | None = None
     tree: TreeConfig | None = None  # for requests without a tree
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
-    # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
-    pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
+    # When drafting stops for a while because it did not pay, for lossless requests: greedy or nearly so, and others.
+    pauses: defaultdict[bool, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     captured: CapturedCycles | None = field(default=None, repr=False)  # see `load(cuda_graphs=)`; None: off
 
@@ -203,7 +203,7 @@ class EagleModel:
             return Drafting(Choice(None))
         if params.tree is None and self.sizing is not None:
             # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-            pause = self.pauses[params.temperature] if params.lossless else None
+            pause = self.pauses[nearly_greedy(params.temperature)] if params.lossless else None
             return Drafting(self.sizing, params.temperature, pause)
         return Drafting(Choice(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
 

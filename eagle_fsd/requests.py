@@ -116,11 +116,10 @@ def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions
     if most is not None and most <= rule.threshold < math.inf and budget is None:
         log.warning("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most %.3g",
                     rule.threshold, divergence, most)
-    if model.draft is None or model.draft.draft_tokens is None:
-        return
-    if divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
-        log.warning("%s is infinite for a draft head with %d of %d tokens: no draft token passes. Use js, tv or "
-                    "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+    named, tokens = None if model.draft is None else model.draft.draft_vocab_size, model.target.vocab_size
+    if named not in (None, tokens) and divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
+        log.warning("%s is infinite for a drafter with %d of %d tokens: no draft token passes. Use js, tv or "
+                    "reverse_kl", divergence, named, tokens)
 
 
 def seeds_for(seed: int | Sequence[int] | None, count: int) -> list[int]:

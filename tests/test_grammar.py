@@ -148,15 +148,15 @@ def test_what_it_cannot_go_with(pair):
 
 def test_one_that_grows_too_complex_ends_its_own_request(pair, monkeypatch):
     """After the first token: no other request ends with it."""
+    mask = Grammar.__call__
+
+    def broken_mask(grammar, ids, scores):
+        if ids.shape[1] > grammar.start:
+            grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
+        return mask(grammar, ids, scores)
+
+    monkeypatch.setattr(Grammar, "__call__", broken_mask)
     with eagle_fsd.Engine(pair) as engine:
-        make = engine._rows.begin
-
-        def begin(request):
-            if request.grammar is not None:
-                request.grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
-            make(request)
-
-        monkeypatch.setattr(engine._rows, "begin", begin)
         broken, other = (engine.submit("Once", response_format=wanted, max_new_tokens=20) for wanted in (PERSON, None))
         with pytest.raises(ValueError, match="response_format cannot go on"):
             broken.result()

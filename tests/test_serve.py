@@ -159,7 +159,7 @@ def test_answers_without_a_limit_share_the_room(rows):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Forwards, "resize", noted)
             answers = asyncio.run(crowd())
-        room = 2000 // rows - found.engine._rows.nodes
+        room = 2000 // rows - TREE.total_tokens
         assert [answer.usage.total_tokens for answer in answers] == [room] * 10
         assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
         for number in (0, 5):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shutil
+from html import unescape
 from importlib.util import find_spec
 
 import httpx
@@ -13,7 +14,17 @@ from tiny import tiny_chat_pair
 import eagle_fsd
 
 gradio = pytest.importorskip("gradio")
-from eagle_fsd.serve.page import WAITING, answer, build, new_conversation, settings_of, stopped  # noqa: E402, needs gradio
+from gradio.state_holder import StateHolder  # noqa: E402
+
+from eagle_fsd.serve.page import (  # noqa: E402, needs gradio
+    CONVERSATIONS,
+    WAITING,
+    answer,
+    build,
+    new_conversation,
+    settings_of,
+    stopped,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -87,7 +98,15 @@ def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
 
     monkeypatch.setattr(engine, "submit", fails)
     *_, (_, html, said) = states(engine)
-    assert told in html and "secret" not in html and WAITING not in html and said["messages"] == []
+    assert told in unescape(html) and "secret" not in html and WAITING not in html and said["messages"] == []
+
+
+def test_conversations_of_visitors_are_bounded(engine):
+    holder = StateHolder()
+    holder.set_blocks(build(engine, "tiny", {}))
+    for visitor in range(CONVERSATIONS + 20):
+        holder[str(visitor)]
+    assert len(holder.session_data) <= CONVERSATIONS + 1 and str(visitor) in holder and "0" not in holder
 
 
 def test_it_takes_no_files_and_asks_for_the_key():

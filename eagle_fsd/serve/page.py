@@ -30,6 +30,7 @@ PATH = "/page"
 REFRESH = 0.1  # seconds between updates while an answer is generated
 DEFAULT_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
+CONVERSATIONS = 256  # kept at once, some hundred KB each; the one that was used least recently is dropped
 LONGEST = 1024  # upper end of the length slider in tokens, unless the server's own limit is larger
 SOURCES = {  # of a token, with the text of the legend
     "target": "the target’s own", "head": "the target’s own, drafted by the head",
@@ -212,6 +213,7 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
             yield state
 
     with gradio.Blocks(title=f"eagle_fsd · {name}", analytics_enabled=False, fill_width=True) as blocks:
+        blocks.state_session_capacity = CONVERSATIONS  # as `launch` sets it, which a mounted page does not call
         conversation = gradio.State(new_conversation())
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
