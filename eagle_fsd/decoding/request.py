@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class RequestParams(RuleAtTemperature):
             `Engine.submit`.
         top_logprobs: number of the target's best tokens in each receipt.
         within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
+        followed: fields of the model's generation config that the request follows, see `Output`.
     """
 
     max_new_tokens: int
@@ -64,6 +65,7 @@ class RequestParams(RuleAtTemperature):
     tree: TreeConfig | None = None
     top_logprobs: int = 0
     within: tuple[int, int] | None = None
+    followed: Mapping[str, object] = field(default_factory=dict)
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
@@ -182,6 +184,11 @@ class Request:
     # The answer -------------------------------------------------------------------------------------------------
 
     @property
+    def stops(self) -> list[str]:
+        """The strings that end the answer."""
+        return [] if self.stop_strings is None else self.stop_strings.strings
+
+    @property
     def answer(self) -> list[int]:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
@@ -296,7 +303,8 @@ class Request:
         """The result, once the answer has ended."""
         assert self.reason is not None
         self.stats.budget_spent = None if self.params.budget is None else self.spent
-        return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts)
+        return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts,
+                      generation_config=self.params.followed)
 
 
 def repeats(tokens: Sequence[int]) -> bool:
