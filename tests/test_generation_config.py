@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import PROMPT, VOCAB, readable, tiny_chat_pair, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, readable, tiny_chat_pair, tiny_pair, tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -110,7 +110,8 @@ def test_stop_strings_of_the_models_config():
     assert eagle_fsd.generate(PROMPT, pair, max_new_tokens=NEW, stop=[]).text == text
 
 
-TURNS = "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}END{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TURNS = ("<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}END{% endfor %}"
+         "{% if add_generation_prompt %}<bot>{% endif %}")
 
 
 @pytest.mark.parametrize(("end", "token"), [

@@ -140,7 +140,7 @@ def test_bad_formats(pair, wanted, error, said):
 
 
 def test_what_it_cannot_go_with(pair):
-    with pytest.raises(ValueError, match="leave out ignore_eos and min_new_tokens"):
+    with pytest.raises(ValueError, match="leave out ignore_eos$"):
         generate(pair, PERSON, ignore_eos=True)
     with pytest.raises(ValueError, match="an end token"):
         generate(tiny_chat_pair(), PERSON)

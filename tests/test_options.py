@@ -258,7 +258,8 @@ def test_lists_of_options_lead_to_the_engine(small, given):
     ({"text_drafts": "off", "speculative": False}, ""),
 ], ids=range(16))
 def test_an_option_that_changes_nothing_is_warned_of(small, caplog, given, said):
-    eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(small.target.model, None, small.tokenizer), max_new_tokens=2, **given)
+    pair = eagle_fsd.EagleModel.from_parts(small.target.model, None, small.tokenizer)
+    eagle_fsd.generate(PROMPT, pair, max_new_tokens=2, **given)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
 
 
