@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
@@ -63,8 +64,9 @@ def make_requests(
         mark_token(mark, model) for mark in options.fuzzy_within)
     text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
     copying = options.speculative and text_drafts != "off"
-    references = [TextIndex(ids) for text in options.references if text
-                  and (ids := tokenised("reference", text, model, add_special_tokens=False))]
+    texts = [tokenised("reference", text, model, add_special_tokens=False) for text in options.references if text]
+    check_tokens("reference", itertools.chain(*texts), model)
+    references = [TextIndex(ids) for ids in texts if ids]
     key = None  # of processors that depend on the scores only
     if own is not None:
         key = id(own)
@@ -174,9 +176,10 @@ def check_tokens(name: str, tokens: Iterable[int] | None, model: EagleModel) -> 
         ValueError: one is not in the target's vocabulary.
     """
     size = model.target.vocab_size
-    if (wrong := next((token for token in tokens or () if not 0 <= token < size), None)) is not None:
+    ids = frozenset(tokens or ())
+    if (wrong := next((token for token in ids if not 0 <= token < size), None)) is not None:
         raise OptionError(name, problem=f"has token id {wrong}, which is outside the vocabulary (0 to {size - 1})")
-    return frozenset(tokens or ())
+    return ids
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:

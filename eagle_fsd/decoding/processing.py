@@ -237,10 +237,12 @@ class VerifiedTrees:
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
         for row in going.nonzero()[:, 0].tolist():
             request = self.requests[row]
-            if row in self.errors or not request.params.processors or request.complete_with(paths[row, 1:].tolist()):
+            if row in self.errors or not request.params.processors:
                 continue
-            before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
+                if request.complete_with(paths[row, 1:].tolist()):
+                    continue
+                before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
                 context = torch.cat([before, paths[row, None]], 1)
                 warped[row] = _processed(request.params.processors, context, raw[row, None].clone())[0]
             except Exception as error:
