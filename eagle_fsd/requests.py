@@ -83,7 +83,7 @@ def make_requests(
             start=start)
         processors = with_own_processors(fields["processors"] if own is not None else processors_of_model(
             target, options, followed, logits_processor, prompt=ids, max_new_tokens=limits[number],
-            eos_ids=sorted(stop_ids | eos_ids)), options, grammar, start)
+            eos_ids=sorted(stop_ids | eos_ids), device=model.target.output_device), options, grammar, start)
         params = RequestParams(
             max_new_tokens=limits[number], rule=rule, temperature=float(options.temperature), seed=seeds[number],
             budget=None if options.budget is None else float(options.budget),

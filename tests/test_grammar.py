@@ -146,6 +146,19 @@ def test_what_it_cannot_go_with(pair):
         generate(tiny_chat_pair(), PERSON)
 
 
+def test_in_the_targets_own_generate_and_with_other_end_tokens(pair):
+    prompt = pair.tokenizer("Once upon a time", return_tensors="pt")
+    plain, eos = generate(pair, PERSON), pair.target.model.generation_config.eos_token_id
+    sequences = pair.target.model.generate(
+        **prompt, max_new_tokens=150, do_sample=False, custom_generate=eagle_fsd.custom_generate, draft=pair.draft,
+        response_format=PERSON, text_tokenizer=pair.tokenizer)
+    assert sequences[0, prompt["input_ids"].shape[1] :].tolist() == plain.token_ids
+    other = next(token for token in range(2000) if token != eos and token not in plain.token_ids)
+    found = generate(pair, PERSON, eos_token_id=other)
+    assert found.finish_reason == "eos" and found.token_ids[-1] == other
+    check_person(pair.tokenizer.decode(found.token_ids[:-1]))
+
+
 def test_one_that_grows_too_complex_ends_its_own_request(pair, monkeypatch):
     """After the first token: no other request ends with it."""
     with eagle_fsd.Engine(pair) as engine:

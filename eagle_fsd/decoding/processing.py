@@ -116,11 +116,9 @@ def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[st
     if own is None:
         return {}
     overridden = {name for name in FOLLOWED if getattr(given, name, None) is not None}
-    for name in ("repetition_penalty", "min_new_tokens"):
-        if getattr(options, name) is not None:
+    for name, value in (("repetition_penalty", options.repetition_penalty), ("stop_strings", options.stop)):
+        if value not in (None, ()):  # the command line's default for `stop` is ()
             overridden.add(name)
-    if options.stop is not None:
-        overridden.add("stop_strings")
     if options.min_new_tokens is not None or options.response_format is not None:  # a grammar decides about the end
         overridden |= {"min_new_tokens", "min_length"}
     neutral = own._get_default_generation_params()
@@ -132,6 +130,7 @@ def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[st
 def processors_of_model(
     model: PreTrainedModel, options: GenerateOptions, followed: Mapping[str, object],
     custom: Sequence[LogitsProcessor] | None, *, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int],
+    device: torch.device,
 ) -> LogitsProcessorList:
     """The processors that `model.generate` makes: for the model's generation config, overridden by the options, then
     the user's own, then the warpers. Greedy decoding has no warpers.
@@ -139,7 +138,7 @@ def processors_of_model(
     Args:
         followed: see `followed_fields`.
         custom: the user's own.
-        eos_ids: tokens that end the answer.
+        eos_ids: tokens that end the answer. device: that of the logits.
     """
     check_functions("logits_processor", custom)
     config, given = GenerationConfig(), options.generation_config
@@ -147,14 +146,15 @@ def processors_of_model(
               "max_length": len(prompt) + max_new_tokens, "do_sample": not options.greedy,
               "temperature": float(options.temperature), "top_k": options.top_k, "top_p": float(options.top_p),
               "min_p": float(options.min_p) or None,
-              "_eos_token_tensor": torch.tensor(eos_ids, device=model.device) if eos_ids else None}
+              "_eos_token_tensor": torch.tensor(eos_ids, device=device) if eos_ids else None}
     for name in ("repetition_penalty", "min_new_tokens"):
         fields.setdefault(name, getattr(options, name))
     for name, value in fields.items():
         setattr(config, name, copy.deepcopy(value))
+    reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
     return model._get_logits_processor(
-        config, len(prompt), torch.tensor([prompt]), logits_processor=LogitsProcessorList(custom or []),
-        device=model.device)
+        config, len(prompt), torch.tensor([prompt], device=device) if reads_prompt else None,
+        logits_processor=LogitsProcessorList(custom or []), device=device)
 
 
 def with_own_processors(
