@@ -115,7 +115,6 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
 
 def warn_without_effect(options: GenerateOptions) -> None:
     """Warn of options that change nothing beside the others."""
-    default = GenerateOptions()
     for without_effect, names, why in (
         (options.greedy, ("top_p", "top_k", "min_p"), "at temperature 0: decoding is greedy"),
         (options.lossless, ("budget", "head_guard", "divergence", "fuzzy_within"),
@@ -123,7 +122,7 @@ def warn_without_effect(options: GenerateOptions) -> None:
         (not options.speculative, ("tree", "text_drafts", "reference"),
          "with speculative=False: nothing is drafted"),
     ):
-        given = [name for name in names if getattr(options, name) not in (getattr(default, name), None, "off")]
+        given = [name for name in names if getattr(options, name) not in (getattr(GenerateOptions, name), None, "off")]
         if without_effect and given:
             log.warning("%s %s nothing %s", " and ".join(f"{name}=" for name in given),
                         "change" if len(given) > 1 else "changes", why)

@@ -73,6 +73,8 @@ def test_options_override_the_generation_configs():
     config.repetition_penalty, config.no_repeat_ngram_size = None, 0
     config.min_length, config.eos_token_id, config.pad_token_id = len(PROMPT) + 9, plain[4], 0
     assert free(pair, min_new_tokens=0) == plain[: plain.index(plain[4]) + 1] == stock(pair, min_new_tokens=0)
+    given = GenerationConfig(min_length=len(PROMPT) + 9)
+    assert free(pair, min_new_tokens=0, generation_config=given) == free(pair, min_new_tokens=0)
     config.min_length, config.repetition_penalty = 0, 1.3  # as in model.generate, the user's processor takes the place
     penalty = RepetitionPenaltyLogitsProcessor(1.1)
     assert free(pair, logits_processor=[penalty]) == stock(pair, logits_processor=[penalty])

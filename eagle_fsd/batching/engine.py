@@ -70,9 +70,10 @@ class Engine:
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
         for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
                                    ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0),
-                                   ("remember", remember, 0), ("max_tokens", max_tokens, 1)):
-            if value is not None or name != "max_tokens":
-                require_integer(name, value, least)
+                                   ("remember", remember, 0)):
+            require_integer(name, value, least)
+        if max_tokens is not None:
+            require_integer("max_tokens", max_tokens, 1)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model, self.max_waiting = model, max_waiting

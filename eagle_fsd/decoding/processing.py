@@ -119,12 +119,19 @@ def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[st
     for name, value in (("repetition_penalty", options.repetition_penalty), ("stop_strings", options.stop)):
         if value not in (None, ()):  # the command line's default for `stop` is ()
             overridden.add(name)
-    if options.min_new_tokens is not None or options.response_format is not None:  # a grammar decides about the end
+    if sets_least(options):
         overridden |= {"min_new_tokens", "min_length"}
     neutral = own._get_default_generation_params()
     names = (*FOLLOWED, "min_new_tokens", "repetition_penalty", "stop_strings")
     return {name: value for name in names if name not in overridden
             and (value := getattr(own, name, None)) not in (None, False, neutral.get(name))}
+
+
+def sets_least(options: GenerateOptions) -> bool:
+    """Whether the options decide about the least length, so that those of generation configs do not hold: a grammar
+    decides where an answer ends.
+    """
+    return options.min_new_tokens is not None or options.response_format is not None
 
 
 def processors_of_model(
@@ -149,6 +156,8 @@ def processors_of_model(
               "_eos_token_tensor": torch.tensor(eos_ids, device=device) if eos_ids else None}
     for name in ("repetition_penalty", "min_new_tokens"):
         fields.setdefault(name, getattr(options, name))
+    if sets_least(options):
+        fields["min_length"] = None
     for name, value in fields.items():
         setattr(config, name, copy.deepcopy(value))
     reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
