@@ -7,7 +7,8 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import eagle_fsd
-from eagle_fsd.prompts import encode_prompt, end_of_turn
+from eagle_fsd.prompts import ChatTokens, encode_prompt, end_of_turn
+from eagle_fsd.serve.protocol import ChatRequest
 
 NEW = 24
 IDS = torch.tensor([PROMPT])
@@ -157,6 +158,8 @@ def test_a_chat_ends_with_the_turn():
         assert engine.submit(chat, max_new_tokens=NEW).result().token_ids == turn
         assert engine.submit(prompt, max_new_tokens=NEW).result().token_ids == turn  # rendered by `encode_prompt`
     assert eagle_fsd.Chat(pair, max_new_tokens=NEW).send("abc").token_ids == turn
+    (served,) = ChatRequest(messages=chat).prompts(pair)  # the endpoint's
+    assert served == prompt and isinstance(served, ChatTokens)
     for options in ({"ignore_eos": True}, {"eos_token_id": 1}):
         assert eagle_fsd.generate(chat, pair, max_new_tokens=NEW, **options).token_ids[: len(turn)] == turn
         assert len(eagle_fsd.generate(chat, pair, max_new_tokens=NEW, **options).token_ids) > len(turn)
