@@ -84,8 +84,7 @@ def generate(
             of one or more prompts, with an `attention_mask` if they are padded.
         model: the result of `load`; None: the default pair.
         keywords: options by name, such as `max_new_tokens=200` or `threshold=0.3`; `GenerateOptions` lists them all.
-            They override `options`. `do_sample`, `stop_strings`, `eos_token_id` and `generation_config` work as in
-            `model.generate`.
+            They override `options`. `do_sample` and `stop_strings` work as in `model.generate`.
         logits_processor, stopping_criteria, streamer: those of `transformers`. A processor sees the path of each node
             and must be a function of this path and the scores. A streamer with a method `on_receipts(receipts)`
             receives the receipts of each cycle before its tokens. Every streamer is ended, even if this call raises.
@@ -120,8 +119,8 @@ def generate(
         if streamer is not None:
             streamer.put(torch.tensor(prompts))
         outputs = decode_requests(model, requests, streamer=streamer, session=session)
-    for output in outputs if model.tokenizer is not None else []:
-        output.text = answer_text(model.tokenizer, output.token_ids, options.stop_strings)
+    for request, output in zip(requests, outputs if model.tokenizer is not None else [], strict=False):
+        output.text = answer_text(model.tokenizer, output.token_ids, request.stops)
     return outputs if batched else outputs[0]
 
 

@@ -20,7 +20,12 @@ from .pair import EagleModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
+ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
 _longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
+
+
+class ChatTokens(list):
+    """Token ids of a chat that the chat template has rendered: the token that ends a turn there ends the answer."""
 
 
 def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
@@ -89,6 +94,8 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
         return check_ids(prompt.flatten().tolist(), model)
     if isinstance(prompt, str):
         ids = tokenised("the prompt", prompt, model)
+    elif isinstance(prompt, ChatTokens):
+        ids = prompt
     elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
         ids = encode_chat(list(prompt), model)
     elif isinstance(prompt, (list, tuple)):
@@ -126,7 +133,7 @@ def require_encodable(what: str, text: str) -> str:
     return text
 
 
-def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> list[int]:
+def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> ChatTokens:
     """Token ids of a chat.
 
     Args:
@@ -157,7 +164,23 @@ def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | Non
         rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise for roles or an order that they do not support
         raise ValueError(f"the tokenizer's chat template rejects the chat: {error}") from error
-    return tokenised("the chat", rendered, model, add_special_tokens=False)
+    return ChatTokens(tokenised("the chat", rendered, model, add_special_tokens=False))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which the chat template ends a turn of the assistant; None: it is not a single added token.
+
+    Some models' configs name only the end of the text as end token, and a chat would run on into the next turn.
+    """
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # whatever a template may raise
+        return None
+    _, found, rest = rendered.rpartition(ANSWER)
+    added = [(added.content, token) for token, added in tokenizer.added_tokens_decoder.items()]
+    ends = [(content, token) for content, token in added if found and rest.lstrip().startswith(content)]
+    return max(ends, key=lambda end: len(end[0]), default=(None, None))[1]
 
 
 def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:

@@ -122,11 +122,11 @@ class StopStrings:
     """Called with each new token, returns whether one of the stop strings is complete.
 
     Args:
-        strings: not empty.
+        strings: the stop strings; not empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.text = WatchedText(tokenizer, strings)
+        self.strings, self.text = list(strings), WatchedText(tokenizer, strings)
         self.tail = ""  # the end of the text, where a stop string may have begun
 
     def __call__(self, token: int) -> bool:

@@ -275,6 +275,8 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
     with eagle_fsd.Engine(model(), max_tokens=130, max_rows=4) as engine:
         with pytest.raises(ValueError, match=r"12 tokens and max_new_tokens=107 need 119 positions, .* room for 118"):
             engine.submit(PROMPT, max_new_tokens=107)
+        with pytest.raises(ValueError, match="min_new_tokens must be at most 106, a row's share .*, got 150"):
+            engine.submit(PROMPT, max_new_tokens=200, min_new_tokens=150, fit=True)
         most, counts = [], (40, 40, 20, 90, 8)
         tickets = [engine.submit(PROMPT, max_new_tokens=count, seed=count, acceptance="exact",
                                  stopping_criteria=[lambda ids, scores: most.append(engine.rows) or False])
@@ -652,7 +654,8 @@ def test_bad_requests(options, error, message):
 
 def test_bad_engines():
     for options, message in (({"max_rows": 0}, "max_rows must be at least 1"),
-                             ({"max_tokens": 5}, "max_tokens must be at least 14"),):
+                             ({"max_tokens": 5}, "max_tokens must be at least 14"),
+                             ({"max_tokens": "1000"}, "max_tokens must be an int, got '1000'"),):
         with pytest.raises(ValueError, match=message):
             eagle_fsd.Engine(model(), **options)
 

@@ -66,13 +66,13 @@ def test_later_turns_process_only_what_is_new_and_first_ones_all():
     assert first == again and first[0] == whole[0] and first[1] < whole[1]
 
 
-def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatch):
+def test_comparisons_leave_out_the_repetition_penalty_of_a_checkpoint(model, monkeypatch):
     """Many checkpoints have a repetition penalty."""
     expected = hf_generate(model)(PROMPT, 20).token_ids
     stock = model.target.model
     monkeypatch.setattr(stock.generation_config, "repetition_penalty", 1.5)
     penalised = stock.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, len(PROMPT) :].tolist()
-    assert hf_generate(model)(PROMPT, 20).token_ids == expected != penalised
+    assert hf_generate(model)(PROMPT, 20).token_ids == engine(model)(PROMPT, 20).token_ids == expected != penalised
     assert stock.generation_config.repetition_penalty == 1.5
 
 

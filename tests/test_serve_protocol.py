@@ -332,7 +332,7 @@ def test_a_request_may_switch_drafting(client):
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls must each be ",
      "messages.0.tool_calls"),
     ({"logit_bias": {"x": 1}}, "logit_bias must be", "logit_bias"),
-    ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", None),
+    ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", "logit_bias"),
     ({"echo": True}, "not supported here: echo=True", "echo"),
     ({"best_of": 2}, "not supported here: best_of=2", "best_of"),
     ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),

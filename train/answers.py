@@ -28,6 +28,7 @@ from eagle_fsd.data.files import append_lines, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.measure.statistics import repetition
+from eagle_fsd.prompts import ChatTokens, end_of_turn
 from eagle_fsd.requests import make_requests
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def local_writer(model: EagleModel) -> Write:
 
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         limit = model.target.max_positions
-        prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        prompts = [ChatTokens(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
         for number in set(range(len(texts))) - set(fitting):
             done(number, BadRow("prompt too long to answer"))
@@ -102,7 +103,9 @@ def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBa
         raise ValueError(f"--endpoint {url} does not answer: {error}") from error
     if name is None:
         raise ValueError(f"--endpoint {url} lists no model: pass --endpoint-model")
-    extra: dict[str, object] = {"return_token_ids": True}  # a vLLM option, which other servers may reject
+    extra: dict[str, object] = {"return_token_ids": True}  # options of vLLM, which other servers may reject
+    if (turn := end_of_turn(tokenizer)) is not None:
+        extra["stop_token_ids"] = [turn]
 
     def ask(text: str, seed: int, sampling: Mapping) -> Completion | BadRow:
         body = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],

@@ -68,6 +68,8 @@ class Engine:
                                    ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0),
                                    ("remember", remember, 0)):
             require_integer(name, value, least)
+        if max_tokens is not None:
+            require_integer("max_tokens", max_tokens, 1)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model = model
@@ -137,7 +139,7 @@ class Engine:
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer, options.stop_strings, pool)
+        ticket = Ticket(request, self.model.tokenizer, request.stops, pool)
         self._loop.add(request, ticket)
         return ticket
 
@@ -148,7 +150,11 @@ class Engine:
 
     def _fitting(self, options: GenerateOptions, length: int) -> GenerateOptions:
         """The options with `max_new_tokens` lowered to a row's share after a prompt of this length."""
-        return replace(options, max_new_tokens=min(options.max_new_tokens, self._rows.share(length)))
+        share = self._rows.share(length)
+        if (options.min_new_tokens or 0) > share:
+            raise OptionError("min_new_tokens", options.min_new_tokens, f"at most {share}, a row's share of the "
+                              f"engine's max_tokens after a prompt of {length} tokens")
+        return replace(options, max_new_tokens=min(options.max_new_tokens, share))
 
     def _check_tree(self, options: GenerateOptions) -> None:
         """Raise ValueError if a request's own tree is too large, or not allowed for a fuzzy request."""

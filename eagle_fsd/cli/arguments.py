@@ -130,5 +130,7 @@ class Decoding(GenerateOptions):
     reference: UseAppendAction[tuple[str, ...]] = ()
     response_format: Json = None
     speculative: OnUnlessFlagged = True
+    generation_config: Suppress[object] = None
+    eos_token_id: Suppress[object] = None
     logit_bias: Suppress[object] = None
     top_logprobs: Suppress[int] = 0

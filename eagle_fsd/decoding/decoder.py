@@ -27,8 +27,6 @@ from .output import Receipt
 from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
 
-NO_EMISSION = Emission([], [])
-
 
 class Decoder:
     """The decode loop, not a transformer stack: decodes requests together, cycle by cycle.
@@ -194,12 +192,18 @@ class Decoder:
             walks = walk(rule, verified, self._permission(requests), top)
         except Exception as error:
             if len(requests) == 1:
-                return [([0], NO_EMISSION._replace(error=error))]
+                return [([0], Emission([], [], error))]
             return [self._walk(rule, verified.take([row]))[0] for row in range(len(requests))]
         origins = verified.tree.origin_names()
-        return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, origins[row], request))
-                for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
+        results = []
+        for row, (request, steps) in enumerate(zip(requests, walks, strict=True)):
+            path, emission = [step.node for step in steps], _emission(steps, origins[row], request)
+            if row in errors:  # at the last node: the tokens before may end the answer
+                path = path[:-1] or path
+                emission = emission._replace(receipts=emission.receipts[:-1], logits=emission.logits[:-1],
+                                             error=errors[row])
+            results.append((path, emission))
+        return results
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
         """The thresholds, budgets and marks of the requests, as the walk applies them."""

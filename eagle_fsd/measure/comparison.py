@@ -31,6 +31,7 @@ from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_setting
 from .statistics import FEWEST, by_category, by_turn, cross_fitted, repetition
 
 DRAFTER = "drafter alone"
+PLAIN = {"speculative": False, "tree": None}  # options of decoding without drafts
 
 
 def compare(
@@ -368,11 +369,11 @@ def setting_methods(
               "text_drafts": options.text_drafts, **(shared or {})}
     methods = {name: common | setting for name, setting in read_settings(settings).items()}
     if batches is None:
-        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer), **common,
-                                 speculative=False)} if options.drafter_alone else {}
+        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer),
+                                 **common | PLAIN)} if options.drafter_alone else {}
         return {name: engine(model, **each) for name, each in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
-                         speculative=not GenerateOptions.from_names(each).lossless, **each)
+                         **each | (PLAIN if GenerateOptions.from_names(each).lossless else {}))
             for name, each in methods.items()}
 
 

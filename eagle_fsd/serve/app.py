@@ -150,7 +150,7 @@ async def respond(service: Service, request: Request, body: AnswerRequest) -> Re
     """Answer a chat or a completion, whole or as a stream."""
     model, spell = service.engine.model, None
     if body.alternatives is not None:
-        ends = tuple(sorted(end_tokens(model)))
+        ends = tuple(sorted(end_tokens(model, chat=isinstance(body, ChatRequest))))
         spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)
     tickets = await service.submit(body, pool_of(request))
     formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]])

@@ -27,7 +27,7 @@ MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # per message
 
-OPTIONS = GenerateOptions.names()
+OPTIONS = [name for name in GenerateOptions.names() if name != "generation_config"]  # an object of Python
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
 OF_A_RULE = {"threshold", "divergence", "head_guard"}  # defaults that do not apply to a request with its own rule
 NULLS = {"head_guard"}  # options for which null is a value; for others it means the default
@@ -97,8 +97,9 @@ def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> G
         base.pop("reference", None)
     elif "reference" in own and base.get("text_drafts") == "off":
         del base["text_drafts"]
-    if "min_new_tokens" not in own and isinstance(most := own.get("max_new_tokens"), int):
-        base["min_new_tokens"] = min(base.get("min_new_tokens", 0), max(most, 0))
+    least = base.get("min_new_tokens")
+    if "min_new_tokens" not in own and least is not None and isinstance(most := own.get("max_new_tokens"), int):
+        base["min_new_tokens"] = min(least, max(most, 0))
     options = GenerateOptions(**{**base, **own})
     if isinstance(options.seed, (list, tuple)):
         raise OptionError("seed", options.seed, "an int, the seed of the first choice; each further choice adds 1")
