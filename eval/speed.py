@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import bullets, decimals, markdown, percent, record_path, shown, with_span, write_record
+from eagle_fsd.measure.records import bullets, decimals, markdown, percent, record_path, shown, version_text, with_span, write_record
 from eagle_fsd.measure.statistics import FEWEST, places_by_category, speeds
 from eval.plots import plot_speeds
 
@@ -109,8 +109,8 @@ def check_comparable(path: Path, baseline: Path) -> None:
 
 
 def made_by(note: Mapping) -> str:
-    """Command, commit and pair of the answers. Older files do not name the pair."""
-    source = f"`{note['environment']['command']}` at {note['environment']['commit']}"
+    """Command, version and pair of the answers. Older files do not name the pair."""
+    source = f"`{note['environment']['command']}` by {version_text(note['environment'])}"
     names = note.get("names")
     return f"{source}; target {names['target']}, head {names['head'] or 'none'}" if names else source
 
