@@ -32,6 +32,8 @@ MARKED = re.compile(  # "#### 1. Title" above a text is a heading
 FRACTION = re.compile(r"(\d?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 # Parsers of fenced blocks alone; the second one takes deeply indented fences, too.
 FENCES = [MarkdownIt("zero").enable(["fence", "list", "blockquote", *more]) for more in (["code"], [])]
+for _parser in FENCES:
+    _parser.parse("x")  # fills its cache of rules, which is not safe in threads that parse first
 CONTINUES = re.compile(r"\n*(?: {2,}|\t)\s*(?!```|~~~)\S")  # a completion of a function begins with its indented body
 MOST_LINES = 50  # lines of one statement at most that are not indented; limits the work on lines that never parse
 CODE = ("humaneval", "mbpp")  # categories with programs as answers
