@@ -1,5 +1,6 @@
 """The commands of evaluation, on tiny random pairs: methods, bookkeeping, records."""
 
+import copy
 import json
 import math
 import subprocess
@@ -15,8 +16,9 @@ import eagle_fsd
 from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import converse
+from eagle_fsd.decoding import timing
 from eagle_fsd.drafting.curves import WIDE_TREE
-from eagle_fsd.measure import comparison
+from eagle_fsd.measure import comparison, records
 from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
@@ -253,6 +255,49 @@ def test_calibrate_times_some_questions_and_answers_the_others_in_batches(
     assert "exact" in plots["q.png"][0][1]
 
 
+def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypatch, capsys):
+    """Whatever answers depend on; the message names what changed. Timings, grades and texts are kept as they are."""
+    words = ["calibrate", "--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--tree", "8,3,2",
+             "--settings", "fsd 0.3", "--out", str(tmp_path / "q")]
+    assert eagle_fsd_command(words) == 0
+    before = (tmp_path / "q.answers.jsonl").read_bytes()
+    assert eagle_fsd_command(words) == 0  # nothing changed, nothing is answered again
+    assert eagle_fsd_command([*words, "--points", "2"]) == 0  # of the recommendation alone
+    assert eagle_fsd_command([*words, "--limit", "2"]) == 0
+    for more, name in ((["--seed", "5"], "seed (0, now 5)"), (["--text-drafts", "off"], "text_drafts (auto, now off)"),
+                       (["--batch", "2"], "batch (1, now 2)"), (["--run-code"], "run_code (False, now True)"),
+                       (["--temperature", "1"], "temperature (0.0, now 1.0)"),
+                       (["--repeats", "2"], "repeats (1, now 2)"),
+                       (["--stop-after-code"], "stop (None, now "), (["--tree", "4,2,2"], "tree (TreeConfig"),
+                       (["--max-new-tokens", "5"], "max_new_tokens (4, now 5)")):
+        assert eagle_fsd_command([*words, *more]) == 2
+        assert f"was made with another {name}" in capsys.readouterr().err, name
+
+    def assert_refused(name):
+        assert eagle_fsd_command(words) == 2
+        assert f"was made with another {name} (" in capsys.readouterr().err, name
+
+    for change, name in (
+            (lambda: setattr(chat_model.tokenizer, "chat_template", "{{ messages[0].content }}"), "template"),
+            (lambda: chat_model.tokenizer.add_tokens(["more"]), "tokenizer"),
+            (lambda: chat_model.draft.layers[0].mlp.up_proj.weight.data.mul_(2), "head"),
+            (lambda: chat_model.target.lm_head.weight.data.mul_(2), "target")):
+        weights = chat_model.target.lm_head.weight
+        saved = copy.deepcopy((chat_model.tokenizer, chat_model.draft.state_dict(), weights.data))
+        change()
+        assert_refused(name)
+        chat_model.tokenizer = saved[0]
+        chat_model.draft.load_state_dict(saved[1])
+        weights.data = saved[2]
+    for where, attribute, value, name in (
+            (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
+            (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, attribute, value)
+            assert_refused(name)
+    assert eagle_fsd_command(words) == 0 and (tmp_path / "q.answers.jsonl").read_bytes() == before
+
+
 def test_calibrate_with_several_seeds(chat_model, tmp_path, capsys):
     """Each seed has its log; the first is timed, and what is not of accuracy is its."""
     questions = write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"])
@@ -395,7 +440,7 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
 
 
 def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, monkeypatch):
-    answers = {"rev-parse": "abc1234\n", "status": ""}
+    answers = {"ls-files": "eagle_fsd/__init__.py\n", "rev-parse": "abc1234\n", "status": ""}
     monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, answers[words[1]]))
     assert environment()["clean"] and environment()["commit"] == "abc1234"
     answers["status"] = " M eagle_fsd/api.py\n"
@@ -403,3 +448,22 @@ def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, 
     assert "NOT A CLEAN COMMIT" in write_record(tmp_path / "x", {}, "text")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
     assert environment()["commit"] == "unknown" and not environment()["clean"]
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_package_in_a_repository_of_its_user_is_not_of_that_repositorys_commit(tmp_path, monkeypatch, tracked):
+    """Unless the repository tracks the package's files."""
+    package = tmp_path / "venv" / "site-packages" / "eagle_fsd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "theirs.py").touch()
+    for words in (["init", "-q"], ["add", "." if tracked else "theirs.py"],
+                  ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "Begin"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(records, "ROOT", package.parent)
+    found = environment()
+    assert (found["commit"] is None) != tracked and found["clean"] == tracked
+    assert found["eagle_fsd"] == eagle_fsd.__version__
+    page = write_record(tmp_path / "x", {}, "text")
+    assert f"by eagle_fsd {eagle_fsd.__version__}, " in page and "NOT A CLEAN" not in page
+    assert (", commit " in page) == tracked

@@ -467,6 +467,20 @@ def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
     assert [(row["run"], row["seed"]) for row in rows] == [(n, s) for n in ("plain", "narrow") for s in (0, 1)]
     assert all(row["tau"] >= 1 and row["steps"] >= 1 and row["tokens_per_second"]["exact"] > 0 for row in rows)
     capsys.readouterr()
+    folder, data = tmp_path / "study", tmp_path / "data"
+    Documents.of([([3, 4, 5, 6], [True] * 4)] * 8).save(data)
+    shutil.copytree(place / "target", tmp_path / "target")
+    tiny_target(num_hidden_layers=8, seed=5).save_pretrained(tmp_path / "target")
+    others = [word for word in words if word != f"plain={small}"]
+    for more, name in (([*words, "--minutes", "0.02"], "minutes (0.01, now 0.02)"),
+                       ([*words, "--documents", "5"], "documents (4, now 5)"),
+                       ([*words, "--recipe", "eagle3"], "recipe ("),
+                       ([*others, f"plain={small} --lr 2"], "flags ("), ([*words, "--data", str(data)], "data ("),
+                       ([*words, "--target", str(tmp_path / "target")], "target (")):
+        assert study.main(more) == 2 and f"plain.plan.json was made with another {name}" in capsys.readouterr().err
+    (folder / "plain.plan.json").unlink()
+    assert study.main([*words, "--minutes", "0.02"]) == 2 and "result.json was made" in capsys.readouterr().err
+    assert len(started) == 6
     for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], 'is not "NAME=FLAGS"'),
                         (["--minutes", "0"], "--minutes must be"), (["--recipe", "huge"], "--recipe must be")):
         assert study.main([*words, *wrong]) == 2 and said in capsys.readouterr().err

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -71,6 +71,19 @@ def write_lines(path: Path, values: Iterable) -> None:
     """Replace the file by these values, one per line."""
     text = "".join(json.dumps(value) + "\n" for value in values)
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def require_same(path: Path, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Compare what a stored result depends on with the same now, both as JSON values by name.
+
+    Raises:
+        ValueError: they differ; the message names what changed.
+    """
+    now = json.loads(json.dumps(now))
+    changed = [f"{name} ({stored.get(name)}, now {now.get(name)})" for name in {**now, **stored}
+               if stored.get(name) != now.get(name)]
+    if changed:
+        raise ValueError(f"{path} was made with another {', '.join(changed)}: delete it or choose another file")
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from ..api import generate
 from ..decoding.decoder import Session
 from ..decoding.output import Output
+from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
-from ..models.linear import packed_form
 from ..options import SAMPLING
 from ..pair import EagleModel
 from ..prompts import ChatTokens, encode_prompt
@@ -54,10 +55,12 @@ def continues(prompt: object) -> bool:
 
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
-    """Everything besides the method that answers depend on, as JSON values."""
-    facts = {"target": model.target.digest(), "head": None if model.draft is None else model.draft.digest(),
-             "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
-             "device": str(model.target.device), "threads": torch.get_num_threads()}
+    """Everything besides the method and the question that answers and their times depend on, as JSON values."""
+    facts = circumstances(model.target, model.draft)
+    if model.tokenizer is not None:
+        vocabulary = sorted(model.tokenizer.get_vocab().items())
+        facts |= {name: hashlib.sha256(str(text).encode()).hexdigest()[:16] for name, text in (
+            ("tokenizer", vocabulary), ("template", getattr(model.tokenizer, "chat_template", None)))}
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code", "text_drafts")
         facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
