@@ -99,6 +99,12 @@ class Engine:
         return len(self._rows)
 
     @property
+    def max_length(self) -> int:
+        """The maximum number of tokens of a prompt and its answer together."""
+        room, limit = self._rows.positions - self._rows.nodes, self.model.target.max_positions
+        return room if limit is None else min(room, limit)
+
+    @property
     def waiting(self) -> int:
         """The number of requests that wait for a row."""
         return len(self._queue)
@@ -128,7 +134,7 @@ class Engine:
         """
         options = with_options(options, keywords)
         self._check_tree(options)
-        ids = encode_prompt(prompt, self.model)
+        ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
