@@ -109,7 +109,7 @@ def generate(
         if not isinstance(model, EagleModel):
             hint = "; the prompt comes first: generate(prompt, model)" if isinstance(prompt, EagleModel) else ""
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}{hint}")
-        prompts, batched = encode_prompts(prompt, model)
+        prompts, batched = encode_prompts(prompt, model, options.chat_template_kwargs)
         requests = make_requests(model, prompts, options, logits_processor, stopping_criteria)
         if session is not None and not isinstance(session, Session):
             raise TypeError(f"session must be a Session or None, got {session!r}")

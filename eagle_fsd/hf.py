@@ -40,9 +40,9 @@ from .requests import make_requests
 NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
-# Our options that `model.generate` does not take itself.
+# Our options that `model.generate` does not take itself, for prompts of token ids.
 OPTIONS = [name for name in GenerateOptions.names()
-           if name != "generation_config" and not hasattr(GenerationConfig(), name)]
+           if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
 KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
     "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',

@@ -13,10 +13,13 @@ from .drafting.copies import TextDrafts
 
 F = TypeVar("F", bound=Callable)
 REPLACEMENTS = {  # names from other libraries and servers: what to use here
+    "add_generation_prompt": 'chat_template_kwargs={"add_generation_prompt": ...}',
     "assistant_model": "load(target, draft): a draft head or a small causal LM drafts",
     "attention_mask": "the output of the tokenizer, mask included, as the prompt",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
+    "continue_final_message": 'chat_template_kwargs={"continue_final_message": True}',
     "do_sample": "temperature= (0 is greedy)",
+    "enable_thinking": 'chat_template_kwargs={"enable_thinking": ...}',
     "grammar": 'response_format={"type": "grammar", "grammar": G}',
     "guided_choice": 'response_format={"type": "choice", "choice": [...]}',
     "guided_grammar": 'response_format={"type": "grammar", "grammar": G}',
@@ -51,7 +54,7 @@ REPLACEMENTS = {  # names from other libraries and servers: what to use here
     "structured_outputs": "response_format=",
     "temp": "temperature=",
     "tokenizer": "nothing: the model has its tokenizer",
-    "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
+    "tools": 'chat_template_kwargs={"tools": [...]}',
     "use_cache": "nothing: there is always a cache",
     # of load
     "compile": "nothing: prepacked weights, the default, are faster",
@@ -103,6 +106,7 @@ class GenerateKeywords(TypedDict, total=False):
     reference: str | Sequence[str] | None
     speculative: bool
     response_format: Any
+    chat_template_kwargs: Mapping[str, Any] | None
     # see `from_generate`
     do_sample: bool | None
     stop_strings: str | Sequence[str] | None

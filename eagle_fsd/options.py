@@ -126,6 +126,9 @@ class GenerateOptions(RuleAtTemperature, Options):
             may cut the answer short.
         reference: one or more texts that the answer will resemble. Drafts are copied from them as well. The text of a
             lossless answer does not depend on them.
+        chat_template_kwargs: keywords of the tokenizer's `apply_chat_template`, for prompts that are chats, such as
+            {"enable_thinking": False}, {"tools": [...]}, or {"continue_final_message": True}, which continues the last
+            message. `add_generation_prompt` is True unless given.
     """
 
     max_new_tokens: int = 256
@@ -156,6 +159,7 @@ class GenerateOptions(RuleAtTemperature, Options):
     reference: str | Sequence[str] | None = None
     speculative: bool = True
     response_format: Any = None  # a mapping, or a class of pydantic
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -185,6 +189,9 @@ class GenerateOptions(RuleAtTemperature, Options):
                               f"{' and '.join(ends)}")
         if self.ignore_eos and self.eos_token_id is not None:
             raise OptionError("eos_token_id", problem="names end tokens that ignore_eos=True ignores: leave out one")
+        if not isinstance(self.chat_template_kwargs, (Mapping, NoneType)):
+            raise OptionError("chat_template_kwargs", self.chat_template_kwargs, "keywords of apply_chat_template in a "
+                              'dict, such as {"enable_thinking": False}')
         self._check_tokens()
         self._check_texts()
         self._check_acceptance()

@@ -158,7 +158,7 @@ def test_a_chat_ends_with_the_turn():
         assert engine.submit(chat, max_new_tokens=NEW).result().token_ids == turn
         assert engine.submit(prompt, max_new_tokens=NEW).result().token_ids == turn  # rendered by `encode_prompt`
     assert eagle_fsd.Chat(pair, max_new_tokens=NEW).send("abc").token_ids == turn
-    (served,) = ChatRequest(messages=chat).prompts(pair)  # the endpoint's
+    (served,) = ChatRequest(messages=chat).prompts(pair, None)  # the endpoint's
     assert served == prompt and isinstance(served, ChatTokens)
     for options in ({"ignore_eos": True}, {"eos_token_id": 1}):
         assert eagle_fsd.generate(chat, pair, max_new_tokens=NEW, **options).token_ids[: len(turn)] == turn

@@ -104,6 +104,12 @@ class Engine:
         return len(self._rows)
 
     @property
+    def max_length(self) -> int:
+        """The maximum number of tokens of a prompt and its answer together."""
+        room, limit = self._rows.positions - self._rows.nodes, self.model.target.max_positions
+        return room if limit is None else min(room, limit)
+
+    @property
     def waiting(self) -> int:
         """The number of requests that wait for a row."""
         return len(self._loop.queue)
@@ -135,7 +141,7 @@ class Engine:
             raise TypeError(f"pool must be a string or None, got {pool!r}")
         options = with_options(options, keywords)
         self._check_tree(options)
-        ids = encode_prompt(prompt, self.model)
+        ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
