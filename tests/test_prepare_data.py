@@ -50,6 +50,64 @@ def test_every_format_is_read(tmp_path):
     assert list(read_records(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
 
 
+def sharegpt(*texts: str, names=("human", "gpt")) -> list[dict[str, str]]:
+    return [{"from": names[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+def oasst(*messages: tuple) -> list[dict]:
+    return [{"message_id": name, "parent_id": parent, "message_tree_id": name[0], "rank": rank, "text": text,
+             "role": "prompter" if rank is None else "assistant"} for name, parent, rank, text in messages]
+
+
+FOUR = chat("a", "b", "c", "d")
+SYSTEM = [{"role": "system", "content": "s"}]
+# Layout of some of the best-known sets: rows as they have them, and the turns that are read. Each answer is learned.
+LAYOUTS = {
+    "ShareGPT": ([{"conversations": sharegpt("a", "b", "c", "d")}], FOUR),
+    "ShareGPT, split": ([{"conversations": sharegpt("z", "a", "b", "c", "d", names=("gpt", "human"))}], FOUR),
+    "UltraChat": ([{"id": "0", "data": ["a", "b", "c", "d"]}], FOUR),
+    "ultrachat_200k": ([{"prompt": "a", "prompt_id": "x", "messages": FOUR}], FOUR),
+    "OpenHermes-2.5": ([{"conversations": [{"from": "system", "value": "s"}, *sharegpt("a", "b")], "source": "x",
+                         "system_prompt": None, "custom_instruction": False, "title": None}], [*SYSTEM, *FOUR[:2]]),
+    "Magpie": ([{"instruction": "a", "response": "b", "conversations": sharegpt("a", "b", "c", "d")}], FOUR),
+    "LMSYS-Chat-1M": ([{"conversation_id": "x", "model": "m", "conversation": FOUR}], FOUR),
+    "WildChat": ([{"conversation": [{**m, "toxic": False} for m in FOUR]}], FOUR),
+    "Tulu 3": ([{"id": "x", "messages": FOUR, "source": "y"}], FOUR),
+    "Alpaca": ([{"instruction": "a", "input": "", "output": "b", "text": "below is a"}], FOUR[:2]),
+    "Alpaca, input": ([{"instruction": "a", "input": "c", "output": "b", "text": "below is a"}], chat("a\n\nc", "b")),
+    "Dolly": ([{"instruction": "a", "context": "c", "response": "b", "category": "qa"}], chat("a\n\nc", "b")),
+    "OASST": (oasst(("x0", None, None, "a"), ("x1", "x0", 1, "z"), ("x2", "x0", 0, "b"), ("x3", "x2", None, "c"),
+                    ("x4", "x3", 0, "d")), FOUR),
+    "Nemotron, post-training": ([{"input": chat("a", "b", "c"), "output": "d", "category": "chat", "reasoning": "off",
+                                  "system_prompt": "s"}], [*SYSTEM, *FOUR]),
+    "Nemotron, v2": ([{"uuid": "x", "messages": [{**m, "tool_calls": []} for m in FOUR], "reasoning": "off"}], FOUR),
+    "SmolTalk": ([{"messages": FOUR, "source": "everyday", "full_topic": "x"}], FOUR),
+    "OpenOrca": ([{"id": "x", "system_prompt": "s", "question": "a", "response": "b"}], [*SYSTEM, *FOUR[:2]]),
+    "SlimOrca": ([{"conversations": [{"from": "system", "value": "s", "weight": None},
+                                     *sharegpt("a", "b")]}], [*SYSTEM, *FOUR[:2]]),
+    "Capybara": ([{"conversation": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}]}], FOUR),
+    "LIMA": ([{"conversations": ["a", "b", "c", "d"], "source": "x"}], FOUR),
+    "MetaMathQA": ([{"type": "x", "query": "a", "original_question": "z", "response": "b"}], FOUR[:2]),
+    "GSM8K": ([{"question": "a", "answer": "b"}], FOUR[:2]),
+    "OpenThoughts": ([{"system": "s", "conversations": sharegpt("a", "b", names=("user", "assistant"))}],
+                     [*SYSTEM, *FOUR[:2]]),
+    "UltraFeedback": ([{"prompt": "a", "chosen": FOUR[:2], "rejected": chat("a", "z"), "score_chosen": 8}], FOUR[:2]),
+    "Magicoder": ([{"lang": "x", "raw_index": 1, "problem": "a", "solution": "b"}], FOUR[:2]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_turn_of_the_well_known_sets_is_read_and_every_answer_learned(tmp_path, model, name):
+    lines, wanted = LAYOUTS[name]
+    path = write(tmp_path / "rows.jsonl", [SHAREGPT, *lines, SHAREGPT])  # other rows before and after
+    for unanswered in (False, True):
+        found = [record.messages for record in read_records(path, unanswered=unanswered)]
+        assert found == [chat("hi", "yes"), wanted, chat("hi", "yes")]
+    ((ids, learned),) = encode_record(Record(messages=wanted), model.tokenizer, 64, "drop")
+    answers = "".join(f"{message['content']}</s>" for message in wanted if message["role"] == "assistant")
+    assert model.tokenizer.decode([token for token, mark in zip(ids, learned, strict=True) if mark]) == answers
+
+
 def test_questions_without_answers_are_for_a_target_to_answer(tmp_path):
     lines = [{"prompt": "hi"}, {"messages": chat("hi", "yes", "and?")}, {"prompt": " "}]
     found = list(read_records(asked := write(tmp_path / "asked.jsonl", lines), unanswered=True))

@@ -24,12 +24,13 @@ import eagle_fsd
 from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.data.conversations import Record, read_records
+from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
+from eagle_fsd.data.sources import is_hub_id
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading import set_attention
 from eagle_fsd.models.loading import check_dtype, load_target
@@ -124,7 +125,7 @@ def run(arguments: Arguments) -> dict:
     require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
-        if Path(source).suffix and "/" in source and not Path(source).exists():
+        if not Path(source).exists() and (Path(source).suffix in FILE_SUFFIXES or not is_hub_id(source)):
             raise ValueError(f"{source} does not exist")
     check_dtype(arguments.dtype)
     check_folder(arguments.out)

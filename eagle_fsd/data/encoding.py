@@ -145,7 +145,7 @@ def all_answers(
 
 
 def recorded_tokens(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> list[int] | None:
-    """The tokens of an answer as the target generated them; None if they are not recorded, or decode to another text."""
+    """The tokens of an answer as the target generated them; None if there are none, or they decode to another text."""
     own = message.get(TOKEN_IDS)
     if not own or not all(0 <= token < len(tokenizer) for token in own):
         return None
