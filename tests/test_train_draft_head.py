@@ -41,7 +41,7 @@ from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
+from train.schedule import DocumentSplit, Schedule, feature_noise, split_batch
 from train.train_draft_head import main, train
 from train.trainer import Trainer
 
@@ -165,7 +165,7 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     assert_same_run(output, whole)
     run(place, "killed")  # a finished run trains no further
     assert_same_run(output, whole)
-    with pytest.raises(ValueError, match=r"other settings \(lr, seed\)"):
+    with pytest.raises(ValueError, match=r"another lr \(was 0.003, now 0.001\), seed \(was 0, now 3\): .* --init-from"):
         run(place, "killed", lr=1e-3, seed=3)
 
 
@@ -210,7 +210,8 @@ def test_a_state_that_cannot_be_read_is_set_aside(place, whole, names, caplog):
         (output / "states" / state / name).write_bytes(b"")
     run(place, output.name)
     assert_same_run(output, whole)
-    assert {path.stem for path in (output / "states").glob("*.unreadable")} == set(damaged)
+    found = {path.name for path in (output / "states").glob("unreadable-*")}
+    assert found == {f"unreadable-{name}" for name in damaged}
     assert f"continuing from {'step-8' if len(names) == 1 else 'the beginning'}" in caplog.text
     run(place, output.name)  # and is not looked at again
     assert caplog.text.count("is unreadable") == len(names)
@@ -364,9 +365,15 @@ def test_every_document_is_seen_once_per_epoch_and_held_out_ones_never(place):
 
 
 def test_learning_rate_rises_then_falls_to_zero(place):
-    config = settings(place, "x", lr=1.0, warmup=4)
-    rates = [learning_rate(config, step, 12) for step in range(13)]
-    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1.0, *np.linspace(1, 0, 9)])
+    run(place, "rates", lr=1e-2, warmup=4, evaluate=False)
+    rates = [record["lr"] for record in records(place / "rates")]
+    np.testing.assert_allclose(rates, [0, 0.0025, 0.005, 0.0075, *np.linspace(1e-2, 0, 9)[:-1]])
+
+
+def test_a_warm_up_longer_than_the_run_is_shortened_and_said(place, caplog):
+    run(place, "warm", lr=1e-2, warmup=2000, steps=20, evaluate=False)
+    rates = [record["lr"] for record in records(place / "warm")]
+    assert max(rates) == rates[2] == 1e-2 and "the warm-up of 2000 steps would take the whole run of 20" in caplog.text
 
 
 def test_noise_belongs_to_the_document_and_fades_with_length():
@@ -424,7 +431,7 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
             train(settings(place, tmp_path / "run", **given | changes))
     lines = asked.read_text().splitlines()
     asked.write_text("\n".join(lines[:9]))
-    with pytest.raises(ValueError, match="asked.jsonl changed since its answers in .*data were made"):
+    with pytest.raises(ValueError, match="data was made with another conversations .was"):
         train(settings(place, tmp_path / "run", **given))
     with pytest.raises(ValueError, match="asked.jsonl has 9 usable conversations, and 10 are needed"):
         train(settings(place, tmp_path / "few", **given))

@@ -151,17 +151,22 @@ def run(arguments: Arguments) -> dict:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
-    answers_of = None
+    made_by = None
     with only_writer(answers_path(arguments)) if own else nullcontext():
         if own:
-            records, answers_of = regenerated(records, arguments, place, tokenizer)
+            records, made_by = regenerated(records, arguments, place, tokenizer)
         if arguments.self_prompted is not None:
             records = exclude_overlapping(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
                                            quiet=bool(own))
     about = {"target": arguments.target, "data": list(arguments.data), "sha256": digests(arguments.data),
-             "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted, "answers_of": answers_of}
+             "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted, "answers_of": made_by}
     return documents.save(arguments.out, about | counts)
+
+
+def answers_of(data: Path) -> dict:
+    """What the answers in a dataset depend on (see `regenerated`); empty if it is not known."""
+    return json.loads((data / "summary.json").read_text(encoding="utf-8")).get("answers_of") or {}
 
 
 def digests(sources: Sequence[str]) -> list[str | None]:

@@ -73,8 +73,14 @@ def write_lines(path: Path, values: Iterable) -> None:
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def check_same(place: Path, recorded: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+def check_same(
+    place: Path, recorded: Mapping[str, object], wanted: Mapping[str, object],
+    advice: str = "choose another path, or delete it",
+) -> None:
     """Compare what stored results depend on with what is asked for.
+
+    Args:
+        advice: what to do if they differ.
 
     Raises:
         ValueError: something differs; the message names each part.
@@ -83,7 +89,7 @@ def check_same(place: Path, recorded: Mapping[str, object], wanted: Mapping[str,
     changed = [f"{name} (was {recorded.get(name)}, now {wanted.get(name)})" for name in {**recorded, **wanted}
                if recorded.get(name) != wanted.get(name)]
     if changed:
-        raise ValueError(f"{place} was made with another {', '.join(changed)}: choose another path, or delete it")
+        raise ValueError(f"{place} was made with another {', '.join(changed)}: {advice}")
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
