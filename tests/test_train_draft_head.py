@@ -117,6 +117,8 @@ def test_the_run_says_what_it_measured(place, whole):
     assert [e["step"] for e in evaluations] == [6, 12] and all(1 <= e["tau"] <= 4 for e in evaluations)
     best = json.loads((whole / "best" / "evaluation.json").read_text())
     assert best["tau"] == max(e["tau"] for e in evaluations)
+    card = (whole / "best" / "README.md").read_text()
+    assert f": {best['step']} steps of up to" in card and f"| {best['tau']:.2f} |" in card
     card = (whole / "head" / "README.md").read_text()
     assert "| with this head |" in card and str(place) not in card and "base_model" not in card
     assert "# EAGLE draft head for target\n" in card
@@ -167,6 +169,80 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     assert_same_run(output, whole)
     with pytest.raises(ValueError, match=r"another lr \(was 0.003, now 0.001\), seed \(was 0, now 3\): .* --init-from"):
         run(place, "killed", lr=1e-3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def others(place) -> dict[str, Path]:
+    """Copies of a dataset, a target and a head of the same sizes and names, and such with other content."""
+    for name in ("data", "target"):
+        shutil.copytree(place / name, place / "copy" / name)
+    documents = Documents.load(place / "data")
+    tokens = documents.tokens.copy()
+    tokens[-1] = 4 if tokens[-1] == 3 else 3
+    Documents(tokens, documents.learned, documents.ends).save(place / "other" / "data")
+    tiny_target(num_hidden_layers=8, attention="sdpa", seed=7).save_pretrained(place / "other" / "target")
+    for seed, name in ((0, "one head"), (1, "other head")):
+        save_head(tiny_pair(seed=seed).draft, place / name)
+    return {name: place / name for name in ("copy", "other", "one head", "other head")}
+
+
+@pytest.mark.parametrize(("first", "then", "part"), [
+    ({}, {"data": "other/data"}, "data"), ({}, {"target": "other/target"}, "target"),
+    ({}, {"eval_data": "copy/data"}, "eval_data"), ({"eval_data": "data"}, {"eval_data": "other/data"}, "eval_data"),
+    ({"init_from": "one head"}, {"init_from": "other head"}, "init_from"), ({}, {"features": "stored"}, "features"),
+    ({"evaluate": False}, {"evaluate": True}, "split"), ({}, {"eval_documents": 2}, "split"),
+    ({}, {"eval_tokens": 9}, "eval_tokens"), ({}, {"tree": TreeConfig(8, 3, 2)}, "tree"),
+    ({}, {"objective": OBJECTIVES["hass"]}, "objective"), ({}, {"target_dtype": "bfloat16"}, "target_dtype"),
+    ({}, {"steps": 3}, "steps"), ({}, {"batch_tokens": 64}, "batch_tokens"), ({}, {"warmup": 1}, "warmup"),
+])
+def test_a_run_resumes_only_with_what_it_depends_on(place, others, tmp_path, monkeypatch, first, then, part):
+    """What a setting names is compared by its content; the message says which part changed."""
+    write_features(TargetModel(load_target(place / "target", dtype="float32")[0]), Documents.load(place / "data"),
+                   place / "stored")
+
+    def changed(changes: dict) -> dict:
+        paths = {"data", "target", "eval_data", "init_from", "features"}
+        return {name: (str if name in ("target", "init_from") else Path)(place / value) if name in paths else value
+                for name, value in changes.items()}
+
+    small = {"steps": 2, "decode_prompts": 0}
+    run(place, tmp_path / "run", **small | changed(first))
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("computed something"))
+    with pytest.raises(ValueError, match=rf"run was made with another (.*\), )?{part} \(was "):
+        run(place, tmp_path / "run", **small | changed(first | then))
+
+
+def test_what_is_equal_or_measures_only_may_change(place, others, tmp_path, monkeypatch):
+    small = {"steps": 2, "decode_prompts": 0, "eval_data": place / "data", "evaluate": False}
+    run(place, tmp_path / "run", **small)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("trains again"))
+    run(place, tmp_path / "moved", **small | {
+        "data": place / "copy" / "data", "target": str(place / "copy" / "target"),
+        "eval_data": place / "copy" / "data", "evaluate": True, "save_every": 5, "save_minutes": 1.0, "keep": 1,
+        "log_every": 3, "eval_every": 1, "decode_prompts": 1, "decode_tokens": 4})
+    assert json.loads((tmp_path / "moved" / "head" / "evaluation.json").read_text())["tau"] >= 1
+
+
+def test_features_in_another_dtype_or_quantisation_are_refused(place, tmp_path):
+    write_features(TargetModel(load_target(place / "target", dtype="bfloat16")[0]), Documents.load(place / "data"),
+                   tmp_path / "features")
+    given = {"features": tmp_path / "features", "steps": 2, "evaluate": False}
+    with pytest.raises(ValueError, match="another dtype .was torch.bfloat16, now torch.float32.: pass --target-dtype"):
+        run(place, tmp_path / "run", **given)
+    with pytest.raises(ValueError, match="another dtype .*quantization .was None, now int8"):
+        run(place, tmp_path / "run", quantization="int8", **given)
+    run(place, tmp_path / "run", **given | {"target_dtype": "auto"})  # theirs
+
+
+def test_answers_that_end_before_any_draft_leave_a_head(place, tmp_path):
+    """The target ends all answers at once: there is no cycle to measure."""
+    model = tiny_target(num_hidden_layers=8, attention="sdpa")
+    model.generation_config.eos_token_id = list(range(32))
+    model.config.eos_token_id = list(range(32))
+    model.save_pretrained(tmp_path / "target")
+    head = run(place, tmp_path / "run", target=str(tmp_path / "target"), steps=2, decode_prompts=0)
+    assert json.loads((head / "evaluation.json").read_text())["tau"] == 1.0
 
 
 def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):
@@ -386,7 +462,8 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
 
 
 @pytest.mark.parametrize(("changes", "match"), [
-    ({"steps": 0}, "steps must be at least 1, got 0"), ({"lr": 0}, "lr must be a number above 0, got 0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"), ({"eval_tokens": 1}, "eval_tokens must be at least 2, got 1"),
+    ({"lr": 0}, "lr must be a number above 0, got 0"),
     ({"clip": "both"}, "clip must be one of norm, value"), ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
@@ -429,6 +506,25 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
     for changes in ({"data": place / "data"}, {"conversations": ()}):
         with pytest.raises(ValueError, match="pass either --conversations or --data"):
             train(settings(place, tmp_path / "run", **given | changes))
+    with monkeypatch.context() as context:  # what is stored is of other weights, template or quantisation
+        context.setattr(Trainer, "train_step", lambda self: pytest.fail("computed something"))
+        with pytest.raises(ValueError, match="data was made with another quantization .was None, now int8"):
+            train(settings(place, tmp_path / "run", **given, quantization="int8"))
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("<user>", "<user> ")
+        tokenizer.save_pretrained(tmp_path / "target")
+        with pytest.raises(ValueError, match="data was made with another chat_template .was "):
+            train(settings(place, tmp_path / "run", **given))
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(tmp_path / "target")
+        tiny_target(seed=5).save_pretrained(tmp_path / "target")
+        for missing in ("states", "features"):
+            shutil.rmtree(tmp_path / "run" / missing, ignore_errors=True)
+            with pytest.raises(ValueError, match="run/data was made with another target .was Llama"):
+                train(settings(place, tmp_path / "run", **given))
+        with pytest.raises(ValueError, match="run/data was made with another target .was Llama"):  # an EAGLE-3 head
+            train(settings(place, tmp_path / "run", **given | {
+                "head": "eagle3", "layers": (0, 1), "objective": make_objective("eagle3,aligned_steps=2")}))
+        tiny_target().save_pretrained(tmp_path / "target")
     lines = asked.read_text().splitlines()
     asked.write_text("\n".join(lines[:9]))
     with pytest.raises(ValueError, match="data was made with another conversations .was"):
