@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +23,7 @@ from .checks import OptionError
 from .pair import EagleModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them
 ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
 _longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
 
@@ -154,10 +159,69 @@ def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | Non
     if positions is not None:
         check_rendering(tokenizer, messages, max_characters(tokenizer, positions), tools)
     try:
-        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        rendered = apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
     except Exception as error:  # templates raise for roles or an order that they do not support
         raise ValueError(f"the tokenizer's chat template rejects the chat: {error}") from error
     return tokenised("the chat", rendered, model, add_special_tokens=False)
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: object) -> str:
+    """A chat as text. The template gets the arguments of calls as a mapping, or as JSON if it concatenates or prints
+    them (DeepSeek), and ids of nine letters and digits if it rejects others (Mistral)."""
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    if not any(message.get("tool_calls") for message in messages):
+        return render(messages)
+    errors = []
+    for ids in (same, short_id):
+        for arguments in (as_mapping, as_json):
+            try:
+                if arguments is as_mapping and f"'{PROBE}'" in render(change_calls(messages, ids, as_probe)):
+                    continue  # it prints the mapping as Python does
+                return render(change_calls(messages, ids, arguments))
+            except Exception as error:  # whatever a template may raise
+                errors.append(error)
+    raise errors[0]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def short_id(call_id: Any) -> Any:
+    """An id of nine letters and digits, the same for equal ids."""
+    if not isinstance(call_id, str) or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def as_mapping(arguments: Any) -> Any:
+    """The arguments of a call as a mapping, also if they are JSON; others unchanged."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(arguments)
+    return arguments
+
+
+def as_probe(arguments: Any) -> dict:
+    return {PROBE: PROBE}
+
+
+def as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def change_calls(messages: list[dict], ids: Callable[[Any], Any], arguments: Callable[[Any], Any]) -> list[dict]:
+    """Copies of messages with the ids of their calls, also in the answers to them, and their arguments changed."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids(message["tool_call_id"])
+        for call in message.get("tool_calls") or ():
+            if "id" in call:
+                call["id"] = ids(call["id"])
+            if "arguments" in call.get("function", ()):
+                call["function"]["arguments"] = arguments(call["function"]["arguments"])
+    return changed
 
 
 def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:

@@ -115,7 +115,7 @@ def find_calls(text: str, names: Collection[str]) -> tuple[str, list[dict]]:
     if not calls:
         return text, []
     return text[:begins].rstrip(" \n[").removesuffix(TAG).rstrip(), [
-        {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in calls]
 
 
