@@ -255,6 +255,9 @@ def test_what_answers_depend_on_is_compared_before_any_is_written(tmp_path, mode
 
     other = tiny_tokenizer("bacdefghijklmnopqrstuvwxyz .")
     other.chat_template = model.tokenizer.chat_template
+    scaled, sampling = tiny_trainable_pair(), tiny_trainable_pair()
+    scaled.target.model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    sampling.target.model.generation_config.repetition_penalty = 1.3
     template = write(tmp_path / "t.jinja", [model.tokenizer.chat_template.replace("<bot>", "<bot> ")])
     data = write(tmp_path / "asked.jsonl", [{"prompt": text} for text in ("hi", "b", "cd")])
     same = ["--target", saved("target", model), "--data", data, "--max-length", "32", "--dtype", "float32",
@@ -271,6 +274,8 @@ def test_what_answers_depend_on_is_compared_before_any_is_written(tmp_path, mode
         prepared(*more)
     for more, part in (
             (["--target", saved("other", tiny_trainable_pair(seed=3))], "target"),
+            (["--target", saved("scaled", scaled)], "target"),
+            (["--target", saved("sampling", sampling)], "generation_config"),
             (["--target", saved("vocabulary", tiny_pair(tokenizer=other))], "vocabulary"),
             (["--chat-template", template], "chat_template"), (["--dtype", "bfloat16"], "dtype"),
             (["--quantization", "int8"], "quantization"), (["--temperature", "0.5"], "temperature"),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from tiny import CHAT_TEMPLATE, PROMPT, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, PROMPT, save_pair, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
@@ -531,6 +531,20 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
         train(settings(place, tmp_path / "run", **given))
     with pytest.raises(ValueError, match="asked.jsonl has 9 usable conversations, and 10 are needed"):
         train(settings(place, tmp_path / "few", **given))
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_from_conversations_to_a_head_for_int8(place, tmp_path):
+    """Answers, features and evaluations load the target in three ways, and know it as the same."""
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.tokenizer.chat_template = CHAT_TEMPLATE
+    save_pair(tmp_path, pair)
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcdef" for b in "mno"))
+    given = {"target": str(tmp_path / "target"), "data": None, "conversations": (str(tmp_path / "asked.jsonl"),),
+             "quantization": "int8", "steps": 2, "decode_prompts": 0, "target_dtype": "bfloat16"}
+    for _ in range(2):
+        head = run(place, tmp_path / "run", **given)
+    assert json.loads((head / "evaluation.json").read_text())["tau"] >= 1
 
 
 def interrupted(*_):

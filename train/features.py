@@ -33,7 +33,7 @@ from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 
-from .teacher import OnlineFeatures, load_quantized, read_index, shard_path
+from .teacher import OnlineFeatures, load_quantized, read_index, shard_path, target_digest
 
 log = logging.getLogger("train.features")
 
@@ -87,7 +87,7 @@ def write_features(
         stored = read_index(directory) if (directory / "index.json").exists() else None
         bounds = stored["first_documents"] if stored else shard_starts(documents.ends, shard_tokens)
         index = {
-            "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
+            "dataset": documents.digest(), "target": target_digest(target), "dtype": str(target.dtype),
             "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
             "softcap": target.softcap, "first_documents": bounds,
         }
@@ -184,7 +184,7 @@ def run(arguments: Arguments, answered_by: str | None = None) -> None:
         model, _ = load_target(name, device=arguments.device, device_map=arguments.device_map, **options)
         target = TargetModel(model, check=False)
     if answered_by is not None:
-        check_same(arguments.data, {"target": answered_by}, {"target": target.digest()})
+        check_same(arguments.data, {"target": answered_by}, {"target": target_digest(target)})
     target.layers = check_layers(arguments.layers, len(target.decoder_layers))
     write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens or BATCH_TOKENS.get(
         target.device.type, BATCH_TOKENS["cuda"]))

@@ -27,7 +27,7 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
-from eagle_fsd.data.files import only_writer
+from eagle_fsd.data.files import json_digest, only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.data.sources import is_hub_id
@@ -37,6 +37,7 @@ from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel
 
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
+from .teacher import target_digest
 
 EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 
@@ -230,8 +231,10 @@ def regenerated(
     else:
         model = load_model(arguments, place, tokenizer)
         write = local_writer(model)
-        about |= {"target": model.target.digest(), "dtype": str(model.target.dtype),
-                  "quantization": arguments.quantization}
+        generation = model.target.model.generation_config.to_diff_dict()
+        generation.pop("transformers_version", None)
+        about |= {"target": target_digest(model.target), "dtype": str(model.target.dtype),
+                  "quantization": arguments.quantization, "generation_config": json_digest(generation)}
     store = answers_path(arguments)
     writer = Respondent(
         # A larger batch keeps the server's slots full until its last requests.
@@ -246,8 +249,7 @@ def regenerated(
 
 def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Digests of the chat template and the vocabulary, with which prompts become tokens."""
-    parts = {"chat_template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
-    return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16] for name, part in parts.items()}
+    return {"chat_template": json_digest(tokenizer.chat_template), "vocabulary": json_digest(tokenizer.get_vocab())}
 
 
 def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase) -> EagleModel:

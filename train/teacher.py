@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import check_same
+from eagle_fsd.data.files import check_same, json_digest
 from eagle_fsd.loading import pack_early
 from eagle_fsd.models.linear import check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
@@ -25,6 +25,15 @@ from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_log
 from eagle_fsd.pair import EagleModel
 
 from .config import TrainingConfig
+
+# Fields of a config that change no logits.
+NO_LOGITS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def target_digest(target: TargetModel) -> str:
+    """The digest of a target's weights and of its config, which has scalings, limits and end tokens."""
+    fields = target.model.config.to_diff_dict().items()
+    return f"{target.digest()}/{json_digest({name: value for name, value in fields if name not in NO_LOGITS})}"
 
 
 class TargetEnds(nn.Module):
@@ -149,7 +158,7 @@ class Teacher:
     @property
     def digest(self) -> str:
         """The digest of the target."""
-        return self.features.index["target"] if self.target is None else self.target.digest()
+        return self.features.index["target"] if self.target is None else target_digest(self.target)
 
     @classmethod
     def of(
@@ -175,7 +184,7 @@ class Teacher:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
                              f"{features.index['layers']}: pass --layers to {__package__}.features")
         target = open_target(config, accelerator, layers) if config.evaluate and accelerator.is_main_process else None
-        if target is not None and features.index["target"] != target.digest():
+        if target is not None and features.index["target"] != target_digest(target):
             raise ValueError(f"{config.features} has the features of another target than {config.target}")
         return cls(target, features, features.ends().to(accelerator.device))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
@@ -71,6 +72,11 @@ def write_lines(path: Path, values: Iterable) -> None:
     """Replace the file by these values, one per line."""
     text = "".join(json.dumps(value) + "\n" for value in values)
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def json_digest(value: object) -> str:
+    """A digest of a JSON value, in which the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def check_same(
