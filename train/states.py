@@ -20,18 +20,18 @@ log = logging.getLogger("train.train_draft_head")
 
 # Settings that may change when a run resumes, and why.
 CHANGEABLE = {
-    "output": "the run is where its states are",
-    "evaluate": "measures only; the documents that it holds out are compared as `split`",
-    "eval_documents": "as before",
-    "eval_every": "measures the same, more or less often",
-    "decode_prompts": "measured once, after training",
-    "decode_tokens": "as before",
-    "save_every": "what is saved does not change what is trained",
-    "save_minutes": "as before",
-    "keep": "as before",
-    "log_every": "the tracker's entries only",
-    "tracker": "as before",
-    "cpu": "another device computes the same, up to rounding; dtypes are compared",
+    "output": "a run is where its states are: folders may move",
+    "evaluate": "it measures, and `split` has the documents that it keeps from training",
+    "eval_documents": "`split` has the documents that are measured",
+    "eval_every": "only how often tau is measured",
+    "decode_prompts": "speed is measured once, after training",
+    "decode_tokens": "speed is measured once, after training",
+    "save_every": "only how often states are saved",
+    "save_minutes": "only how often states are saved",
+    "keep": "only how many states are kept",
+    "log_every": "only how often the tracker is told",
+    "tracker": "only where values are logged too",
+    "cpu": "devices differ by rounding, and the dtypes are compared",
 }
 # Settings that are names or paths: their content is compared, `Trainer.digests`.
 NAMES = ("conversations", "data", "eval_data", "features", "init_from", "target")
