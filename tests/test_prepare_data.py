@@ -226,6 +226,21 @@ def test_answers_are_found_again_by_their_conversation(tmp_path, model, monkeypa
     assert len({messages[1]["content"] for messages in sampled}) > 1  # equal rows are separate samples
 
 
+def test_answers_after_an_opened_thought_are_written_and_learned(tmp_path):
+    """The generation prompt ends within the answer, which earlier turns do not show."""
+    model = tiny_trainable_pair()
+    model.tokenizer.chat_template = model.tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}<bot>", "{% if add_generation_prompt %}<bot>ab ")
+    made = list(regenerate(rows(chat("hi", "x", "and", "y"), chat("b", "x")), writer(model), tmp_path / "a.jsonl", {}))
+    documents, summary = encode_dataset(made, model.tokenizer, max_length=64)
+    assert summary["bad_rows"] == 0 and len(documents) == 3
+    answered = [message["token_ids"] for record in made for message in record.messages[1::2]]
+    for number, own in enumerate(answered):
+        tokens, learned = documents.document(number)
+        assert tokens[learned].tolist() == own
+        assert model.tokenizer.decode(tokens[~learned]).endswith("<bot>ab ")
+
+
 def test_an_answer_cut_off_on_a_server_without_token_ids_does_not_end(tmp_path, model):
     def choice(text: str, reason: str) -> dict:
         return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
