@@ -477,6 +477,20 @@ def test_bad_settings_are_refused(place, changes, match):
         run(place, "refused", **changes)
 
 
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_from_conversations_to_a_head_for_int8(place, tmp_path):
+    """Answers, features and evaluations load the target in three ways, and know it as the same."""
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.tokenizer.chat_template = CHAT_TEMPLATE
+    save_pair(tmp_path, pair)
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcdef" for b in "mno"))
+    given = {"target": str(tmp_path / "target"), "data": None, "conversations": (str(tmp_path / "asked.jsonl"),),
+             "quantization": "int8", "steps": 2, "decode_prompts": 0, "target_dtype": "bfloat16"}
+    for _ in range(2):
+        head = run(place, tmp_path / "run", **given)
+    assert json.loads((head / "evaluation.json").read_text())["tau"] >= 1
+
+
 def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
     """The target answers, its features are stored, and what is there is kept when the run goes on."""
     tokenizer = tiny_tokenizer()
@@ -531,20 +545,6 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
         train(settings(place, tmp_path / "run", **given))
     with pytest.raises(ValueError, match="asked.jsonl has 9 usable conversations, and 10 are needed"):
         train(settings(place, tmp_path / "few", **given))
-
-
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
-def test_from_conversations_to_a_head_for_int8(place, tmp_path):
-    """Answers, features and evaluations load the target in three ways, and know it as the same."""
-    pair = tiny_pair(tokenizer=tiny_tokenizer())
-    pair.tokenizer.chat_template = CHAT_TEMPLATE
-    save_pair(tmp_path, pair)
-    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcdef" for b in "mno"))
-    given = {"target": str(tmp_path / "target"), "data": None, "conversations": (str(tmp_path / "asked.jsonl"),),
-             "quantization": "int8", "steps": 2, "decode_prompts": 0, "target_dtype": "bfloat16"}
-    for _ in range(2):
-        head = run(place, tmp_path / "run", **given)
-    assert json.loads((head / "evaluation.json").read_text())["tau"] >= 1
 
 
 def interrupted(*_):
