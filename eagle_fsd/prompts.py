@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from numbers import Integral
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +22,7 @@ from .checks import OptionError
 from .pair import EagleModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them
 ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
 ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
 _longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
@@ -172,7 +179,7 @@ def render_chat(messages: list[dict], model: EagleModel, template: Mapping[str, 
         raise OptionError("tools", problem="cannot be used with this model: its chat template does not render them")
     prompted = {"add_generation_prompt": not template.get("continue_final_message")}
     try:
-        return tokenizer.apply_chat_template(messages, **{**prompted, **template, "tokenize": False})
+        return apply_template(tokenizer, messages, **{**prompted, **template})
     except Exception as error:  # templates raise for roles or an order that they do not support
         raise ValueError(f"the tokenizer's chat template rejects the chat: {error}") from error
 
@@ -196,6 +203,65 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     added = [(added.content, token) for token, added in tokenizer.added_tokens_decoder.items()]
     ends = [(content, token) for content, token in added if found and rest.lstrip().startswith(content)]
     return max(ends, key=lambda end: len(end[0]), default=(None, None))[1]
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: object) -> str:
+    """A chat as text. The template gets the arguments of calls as a mapping, or as JSON if it concatenates or prints
+    them (DeepSeek), and ids of nine letters and digits if it rejects others (Mistral)."""
+    render = functools.partial(tokenizer.apply_chat_template, **{**options, "tokenize": False})
+    if not any(message.get("tool_calls") for message in messages):
+        return render(messages)
+    errors = []
+    for ids in (same, short_id):
+        for arguments in (as_mapping, as_json):
+            try:
+                if arguments is as_mapping and f"'{PROBE}'" in render(change_calls(messages, ids, as_probe)):
+                    continue  # it prints the mapping as Python does
+                return render(change_calls(messages, ids, arguments))
+            except Exception as error:  # whatever a template may raise
+                errors.append(error)
+    raise errors[0]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def short_id(call_id: Any) -> Any:
+    """An id of nine letters and digits, the same for equal ids."""
+    if not isinstance(call_id, str) or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def as_mapping(arguments: Any) -> Any:
+    """The arguments of a call as a mapping, also if they are JSON; others unchanged."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(arguments)
+    return arguments
+
+
+def as_probe(arguments: Any) -> dict:
+    return {PROBE: PROBE}
+
+
+def as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def change_calls(messages: list[dict], ids: Callable[[Any], Any], arguments: Callable[[Any], Any]) -> list[dict]:
+    """Copies of messages with the ids of their calls, also in the answers to them, and their arguments changed."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids(message["tool_call_id"])
+        for call in message.get("tool_calls") or ():
+            if "id" in call:
+                call["id"] = ids(call["id"])
+            if "arguments" in call.get("function", ()):
+                call["function"]["arguments"] = arguments(call["function"]["arguments"])
+    return changed
 
 
 def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:

@@ -30,7 +30,7 @@ from accelerate import PartialState
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, only_writer, require_same, write_lines
+from eagle_fsd.data.files import append_lines, check_same, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.measure.comparison import digest_of
@@ -183,13 +183,13 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
         raise ValueError(f"{path} has answers, but {about}, which records their settings, is missing: choose another "
                          "file or delete it")
     if note is not None:
-        require_same(path, note["settings"], settings)
+        check_same(path, note["settings"], settings)
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load(args.tree)
     made_with = described(model) | {"processes": state.num_processes}
     if note is not None:
-        require_same(path, note.get("made_with", {}), made_with)
+        check_same(path, note.get("made_with", {}), made_with)
     state.wait_for_everyone()  # all have compared before the note is written
     if state.is_main_process:
         target, head = model.described(stock=args.baseline)

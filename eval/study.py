@@ -28,7 +28,7 @@ from tyro.conf import UseAppendAction
 from eagle_fsd import __version__
 from eagle_fsd.checks import check_choice, require_number
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import read_lines, require_same
+from eagle_fsd.data.files import check_same, read_lines
 from eagle_fsd.decoding.timing import processor_name
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_json, write_record
@@ -126,7 +126,7 @@ def stored(path: Path, facts: Mapping[str, object]) -> dict | None:
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
-    require_same(path, record.get("facts", {}), facts)
+    check_same(path, record.get("facts", {}), facts)
     return record
 
 

@@ -264,12 +264,13 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
     assert eagle_fsd_command(words) == 0  # nothing changed, nothing is answered again
     assert eagle_fsd_command([*words, "--points", "2"]) == 0  # of the recommendation alone
     assert eagle_fsd_command([*words, "--limit", "2"]) == 0
-    for more, name in ((["--seed", "5"], "seed (0, now 5)"), (["--text-drafts", "off"], "text_drafts (auto, now off)"),
-                       (["--batch", "2"], "batch (1, now 2)"), (["--run-code"], "run_code (False, now True)"),
-                       (["--temperature", "1"], "temperature (0.0, now 1.0)"),
-                       (["--repeats", "2"], "repeats (1, now 2)"),
-                       (["--stop-after-code"], "stop (None, now "), (["--tree", "4,2,2"], "tree (TreeConfig"),
-                       (["--max-new-tokens", "5"], "max_new_tokens (4, now 5)")):
+    for more, name in ((["--seed", "5"], "seed (was 0, now 5)"),
+                       (["--text-drafts", "off"], "text_drafts (was auto, now off)"),
+                       (["--batch", "2"], "batch (was 1, now 2)"), (["--run-code"], "run_code (was False, now True)"),
+                       (["--temperature", "1"], "temperature (was 0.0, now 1.0)"),
+                       (["--repeats", "2"], "repeats (was 1, now 2)"),
+                       (["--stop-after-code"], "stop (was None, now "), (["--tree", "4,2,2"], "tree (was TreeConfig"),
+                       (["--max-new-tokens", "5"], "max_new_tokens (was 4, now 5)")):
         assert eagle_fsd_command([*words, *more]) == 2
         assert f"was made with another {name}" in capsys.readouterr().err, name
 

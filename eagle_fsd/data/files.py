@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
@@ -73,17 +74,28 @@ def write_lines(path: Path, values: Iterable) -> None:
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def require_same(path: Path, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Compare what a stored result depends on with the same now, both as JSON values by name.
+def json_digest(value: object) -> str:
+    """A digest of a JSON value, in which the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_same(
+    place: Path, recorded: Mapping[str, object], wanted: Mapping[str, object],
+    advice: str = "choose another path, or delete it",
+) -> None:
+    """Compare what stored results depend on with what is asked for.
+
+    Args:
+        advice: what to do if they differ.
 
     Raises:
-        ValueError: they differ; the message names what changed.
+        ValueError: something differs; the message names each part.
     """
-    now = json.loads(json.dumps(now))
-    changed = [f"{name} ({stored.get(name)}, now {now.get(name)})" for name in {**now, **stored}
-               if stored.get(name) != now.get(name)]
+    wanted = json.loads(json.dumps(wanted))
+    changed = [f"{name} (was {recorded.get(name)}, now {wanted.get(name)})" for name in {**recorded, **wanted}
+               if recorded.get(name) != wanted.get(name)]
     if changed:
-        raise ValueError(f"{path} was made with another {', '.join(changed)}: delete it or choose another file")
+        raise ValueError(f"{place} was made with another {', '.join(changed)}: {advice}")
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..batching.engine import Engine
-from ..data.files import append_lines, only_writer, read_lines, require_same
+from ..data.files import append_lines, check_same, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
 from ..options import GenerateOptions
@@ -109,7 +109,7 @@ def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str
     if header is None:
         append_lines(log, [about])
     else:
-        require_same(log, header, about)
+        check_same(log, header, about)
     return {(record["asked"], record["method"]): record for record in records}
 
 

@@ -189,7 +189,7 @@ class Splitter:
         self.space["content"] = ""
         if self.calls < self.most:
             self.delta.setdefault("tool_calls", []).append({
-                "index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+                "index": self.calls, "id": uuid.uuid4().hex[:9], "type": "function",
                 "function": {"name": name, "arguments": arguments}})
         self.calls += 1
 
