@@ -469,7 +469,7 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
     ({"layers": (0, 8)}, "layers is not a setting of an eagle2 head"),
-    ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 8)}, r"must be distinct .*got \(0, 8\)"),
+    ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 9)}, r"must be distinct .*got \(0, 9\)"),
     ({"quantization": "int8"}, "needs stored features"),
     ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is not a dataset"),
 ])
