@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -167,8 +165,7 @@ class Message(BaseModel):
 
 
 def read_call(call: dict) -> dict:
-    """A call with its arguments parsed, since templates serialise them. Arguments that are not JSON stay text, so that
-    a conversation can continue after a model wrote invalid JSON.
+    """The parts of a call that templates know.
 
     Raises:
         ValueError: the call names no function.
@@ -177,12 +174,8 @@ def read_call(call: dict) -> dict:
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
         raise OptionError("tool_calls", problem='must each be {"id": I, "type": "function", "function": {"name": N, '
                           f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments or {}}}
+            "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
 
 
 class Prediction(BaseModel):
