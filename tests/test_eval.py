@@ -279,8 +279,8 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
         assert f"was made with another {name} (" in capsys.readouterr().err, name
 
     for change, name in (
-            (lambda: setattr(chat_model.tokenizer, "chat_template", "{{ messages[0].content }}"), "template"),
-            (lambda: chat_model.tokenizer.add_tokens(["more"]), "tokenizer"),
+            (lambda: setattr(chat_model.tokenizer, "chat_template", "{{ messages[0].content }}"), "chat_template"),
+            (lambda: chat_model.tokenizer.add_tokens(["more"]), "vocabulary"),
             (lambda: chat_model.draft.layers[0].mlp.up_proj.weight.data.mul_(2), "head"),
             (lambda: chat_model.target.lm_head.weight.data.mul_(2), "target")):
         weights = chat_model.target.lm_head.weight
@@ -292,7 +292,8 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
         weights.data = saved[2]
     for where, attribute, value, name in (
             (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
-            (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch")):
+            (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
+            (chat_model.target.model.generation_config, "no_repeat_ngram_size", 3, "generation_config")):
         with monkeypatch.context() as patch:
             patch.setattr(where, attribute, value)
             assert_refused(name)

@@ -27,12 +27,13 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
-from eagle_fsd.data.files import json_digest, only_writer
+from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.data.sources import is_hub_id
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading import set_attention
+from eagle_fsd.models.digest import generation_digest, tokenizer_digests
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel
 
@@ -231,10 +232,8 @@ def regenerated(
     else:
         model = load_model(arguments, place, tokenizer)
         write = local_writer(model)
-        generation = model.target.model.generation_config.to_diff_dict()
-        generation.pop("transformers_version", None)
         about |= {"target": target_digest(model.target), "dtype": str(model.target.dtype),
-                  "quantization": arguments.quantization, "generation_config": json_digest(generation)}
+                  "quantization": arguments.quantization, "generation_config": generation_digest(model.target.model)}
     store = answers_path(arguments)
     writer = Respondent(
         # A larger batch keeps the server's slots full until its last requests.
@@ -245,11 +244,6 @@ def regenerated(
     if arguments.self_prompted is not None:
         return self_prompted(arguments.self_prompted, writer, store, about, follow_ups=arguments.follow_ups), about
     return regenerate(records, writer, store, about), about
-
-
-def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Digests of the chat template and the vocabulary, with which prompts become tokens."""
-    return {"chat_template": json_digest(tokenizer.chat_template), "vocabulary": json_digest(tokenizer.get_vocab())}
 
 
 def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase) -> EagleModel:

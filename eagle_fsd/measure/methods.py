@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from ..decoding.decoder import Session
 from ..decoding.output import Output
 from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
+from ..models.digest import generation_digest, tokenizer_digests
 from ..options import SAMPLING
 from ..pair import EagleModel
 from ..prompts import ChatTokens, encode_prompt
@@ -57,10 +57,9 @@ def continues(prompt: object) -> bool:
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
     """Everything besides the method and the question that answers and their times depend on, as JSON values."""
     facts = circumstances(model.target, model.draft)
+    facts["generation_config"] = generation_digest(model.target.model)
     if model.tokenizer is not None:
-        vocabulary = sorted(model.tokenizer.get_vocab().items())
-        facts |= {name: hashlib.sha256(str(text).encode()).hexdigest()[:16] for name, text in (
-            ("tokenizer", vocabulary), ("template", getattr(model.tokenizer, "chat_template", None)))}
+        facts |= tokenizer_digests(model.tokenizer)
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code", "text_drafts")
         facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
