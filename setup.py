@@ -81,7 +81,7 @@ setup(
     },
     install_requires=[
         "torch>=2.9", "transformers>=5.17,<6", "safetensors>=0.5", "huggingface_hub>=1.31", "accelerate>=1.1",
-        "numpy>=1.26", "packaging>=24", "psutil>=5.9", "tqdm>=4.66", "jinja2>=3.1", "tyro>=1.0",
+        "numpy>=1.26", "packaging>=24", "psutil>=5.9", "tqdm>=4.66", "jinja2>=3.1", "tyro>=1.0", "markdown-it-py>=3",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from .captured.cycle import weights_key
 from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
@@ -83,8 +84,7 @@ def generate(
             of one or more prompts, with an `attention_mask` if they are padded.
         model: the result of `load`; None: the default pair.
         keywords: options by name, such as `max_new_tokens=200` or `threshold=0.3`; `GenerateOptions` lists them all.
-            They override `options`. `do_sample`, `stop_strings`, `eos_token_id` and `generation_config` work as in
-            `model.generate`.
+            They override `options`. `do_sample` and `stop_strings` work as in `model.generate`.
         logits_processor, stopping_criteria, streamer: those of `transformers`. A processor sees the path of each node
             and must be a function of this path and the scores. A streamer with a method `on_receipts(receipts)`
             receives the receipts of each cycle before its tokens. Every streamer is ended, even if this call raises.
@@ -109,7 +109,7 @@ def generate(
         if not isinstance(model, EagleModel):
             hint = "; the prompt comes first: generate(prompt, model)" if isinstance(prompt, EagleModel) else ""
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}{hint}")
-        prompts, batched = encode_prompts(prompt, model)
+        prompts, batched = encode_prompts(prompt, model, options.chat_template_kwargs)
         requests = make_requests(model, prompts, options, logits_processor, stopping_criteria)
         if session is not None and not isinstance(session, Session):
             raise TypeError(f"session must be a Session or None, got {session!r}")
@@ -119,8 +119,8 @@ def generate(
         if streamer is not None:
             streamer.put(torch.tensor(prompts))
         outputs = decode_requests(model, requests, streamer=streamer, session=session)
-    for output in outputs if model.tokenizer is not None else []:
-        output.text = answer_text(model.tokenizer, output.token_ids, options.stop_strings)
+    for request, output in zip(requests, outputs if model.tokenizer is not None else [], strict=False):
+        output.text = answer_text(model.tokenizer, output.token_ids, request.stops)
     return outputs if batched else outputs[0]
 
 
@@ -164,6 +164,9 @@ def decode_requests(
     earlier = None
     if session is not None:  # empty until the end: an error may leave inconsistent caches
         earlier, session.decoder = session.decoder, None
+        weights, session.weights = session.weights, weights_key(model.target, model.draft)
+        if earlier is not None and earlier.target is model.target and weights != session.weights:
+            earlier = None  # its caches are those of other weights or modules
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
         params = group[0].params  # what the drafting policy reads is the same in all

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .acceptance import Rule
 from .api import decode_requests, ending
-from .decoding.processing import check_processors, is_context_free, processors_of_row
-from .drafting.config import TreeConfig
-from .drafting.copies import TextDrafts
+from .decoding.processing import processors_of_row
 from .drafting.language_model import DraftModel
 from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
+from .keywords import GenerateKeywords, lists_options
 from .models.loading import load_target
-from .options import GenerateOptions
+from .options import GenerateOptions, as_list
 from .pair import EagleModel
 from .prompts import check_ids
 from .requests import make_requests
@@ -41,6 +40,9 @@ from .requests import make_requests
 NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
+# Our options that `model.generate` does not take itself, for prompts of token ids.
+OPTIONS = [name for name in GenerateOptions.names()
+           if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
 KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
     "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',
@@ -51,6 +53,7 @@ EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "
 PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "repo_type", "revision", "token")
 
 
+@lists_options(GenerateOptions, GenerateKeywords, names=OPTIONS)
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -61,19 +64,9 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     assistant_model: object | None = None,
     draft: DraftHead | PreTrainedModel | DraftModel | str | None = None,
-    acceptance: str | Rule | Callable = "fsd",
-    threshold: float | None = None,
-    divergence: str | None = None,
-    head_guard: float | str | None = "default",
-    budget: float | None = None,
-    tree: TreeConfig | None = None,
-    text_drafts: TextDrafts | str = "auto",
-    reference: str | Sequence[str] | None = None,
-    seed: int | Sequence[int] | None = None,
     text_streamer: BaseStreamer | None = None,
-    stop: str | Sequence[str] | None = None,
     text_tokenizer: PreTrainedTokenizerBase | None = None,
-    **model_kwargs,
+    **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode inside the target's own `generate`:
 
@@ -87,12 +80,13 @@ def custom_generate(
             the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same drafter
             and text_tokenizer. `del model.eagle_fsd_pair` frees them. Do so before you delete the model as well:
             otherwise its memory is freed only by a later garbage collection.
-        acceptance, threshold, divergence, head_guard, budget, tree, text_drafts, seed: see `GenerateOptions`.
-        reference: see `GenerateOptions`; it needs a text_tokenizer.
         streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
             the same, for a caller between `generate` and this function.
-        stop, text_tokenizer: strings that end an answer, and the tokenizer that decodes it. `generate` does not pass
-            its `tokenizer=` on, and with `stop_strings=` asks for one even if it is there.
+        text_tokenizer: the tokenizer, for options with text: `stop`, `reference`, `response_format` and marks of
+            `fuzzy_within`. `generate` does not pass its `tokenizer=` on, and with `stop_strings=` asks for one even if
+            it is there.
+        model_kwargs: the other fields of `GenerateOptions` that are no fields of a generation config, such as
+            `threshold`, and what else `generate` passes on.
 
     Returns:
         Sequences [B, prompt + new tokens], padded on the right with pad tokens, or an output object if the config asks
@@ -113,16 +107,17 @@ def custom_generate(
                              "load the whole model in each process")
         has_prompt = streamer is not None  # `generate` has sent the prompt to its own streamer
         streamer = text_streamer if streamer is None else streamer
+        given = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
-        if stop is not None and text_tokenizer is None:
-            raise ValueError("stop= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         greedy = not generation_config.do_sample
         criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
         options = GenerateOptions(
             max_new_tokens=(generation_config.max_length if max_length is None else max_length) - input_ids.shape[1],
-            acceptance=acceptance, threshold=threshold, divergence=divergence, head_guard=head_guard, budget=budget,
-            tree=tree, text_drafts=text_drafts, reference=reference, seed=seed, stop=stop,
-            temperature=0.0 if greedy else float(generation_config.temperature or 1.0))
+            temperature=0.0 if greedy else float(generation_config.temperature or 1.0), **given)
+        texts = {"stop": options.stop, "reference": options.reference, "response_format": options.response_format,
+                 "fuzzy_within": any(isinstance(mark, str) for mark in options.fuzzy_within or ())}
+        if text_tokenizer is None and (name := next(filter(texts.get, texts), None)) is not None:
+            raise ValueError(f"{name}= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         if isinstance(draft, (str, Path)):
@@ -132,12 +127,10 @@ def custom_generate(
         else:
             pair = pair_of(model, draft, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
-        processors = check_processors(logits_processor)
-        own = [{"processors": processors_of_row(processors, number), "eos_ids": eos_ids,
-                "processors_key": id(processors) if is_context_free(processors) else None,
+        own = [{"processors": processors_of_row(logits_processor or [], number), "eos_ids": eos_ids,
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
-        if seed is None:  # torch's global generator decides, as in model.generate
+        if options.seed is None:  # torch's global generator decides, as in model.generate
             own = [{**each, "seed": int(torch.randint(2**62, ()))} for each in own]
         requests = make_requests(pair, prompts, options, own=own)
         if streamer is not None and not has_prompt:
@@ -204,11 +197,6 @@ def hub_generate(
     return type(model).generate(
         model, inputs, streamer=streamer, custom_generate=custom_generate, stop=stop,
         draft=assistant_model if draft is None else draft, **options)
-
-
-def as_list(strings: str | Sequence[str] | None) -> list[str]:
-    """The strings, from a single one, several or none."""
-    return [strings] if isinstance(strings, str) else list(strings or ())
 
 
 class Kept:

@@ -13,12 +13,13 @@ from .drafting.copies import TextDrafts
 
 F = TypeVar("F", bound=Callable)
 REPLACEMENTS = {  # names from other libraries and servers: what to use here
+    "add_generation_prompt": 'chat_template_kwargs={"add_generation_prompt": ...}',
     "assistant_model": "load(target, draft): a draft head or a small causal LM drafts",
     "attention_mask": "the output of the tokenizer, mask included, as the prompt",
     "bad_words_ids": "logits_processor=[NoBadWordsLogitsProcessor(...)]",
+    "continue_final_message": 'chat_template_kwargs={"continue_final_message": True}',
     "do_sample": "temperature= (0 is greedy)",
-    "eos_token_id": "stop_token_ids=",
-    "generation_config": "the options by name, or custom_generate inside model.generate",
+    "enable_thinking": 'chat_template_kwargs={"enable_thinking": ...}',
     "grammar": 'response_format={"type": "grammar", "grammar": G}',
     "guided_choice": 'response_format={"type": "choice", "choice": [...]}',
     "guided_grammar": 'response_format={"type": "grammar", "grammar": G}',
@@ -53,7 +54,7 @@ REPLACEMENTS = {  # names from other libraries and servers: what to use here
     "structured_outputs": "response_format=",
     "temp": "temperature=",
     "tokenizer": "nothing: the model has its tokenizer",
-    "tools": "the prompt as text, rendered by tokenizer.apply_chat_template(messages, tools=...)",
+    "tools": 'chat_template_kwargs={"tools": [...]}',
     "use_cache": "nothing: there is always a cache",
     # of load
     "compile": "nothing: prepacked weights, the default, are faster",
@@ -82,12 +83,14 @@ class GenerateKeywords(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
-    repetition_penalty: float
+    repetition_penalty: float | None
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
     top_logprobs: int
-    min_new_tokens: int
+    min_new_tokens: int | None
+    generation_config: Any
+    eos_token_id: int | Sequence[int] | None
     ignore_eos: bool
     seed: int | Sequence[int] | None
     stop: str | Sequence[str] | None
@@ -103,11 +106,10 @@ class GenerateKeywords(TypedDict, total=False):
     reference: str | Sequence[str] | None
     speculative: bool
     response_format: Any
+    chat_template_kwargs: Mapping[str, Any] | None
     # see `from_generate`
     do_sample: bool | None
     stop_strings: str | Sequence[str] | None
-    eos_token_id: int | Sequence[int] | None
-    generation_config: Any
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -127,11 +129,14 @@ class LoadKeywords(TypedDict, total=False):
     draft_quantization: str | None
 
 
-def lists_options(options: type, keywords: type, *, described: bool = False) -> Callable[[F], F]:
+def lists_options(
+    options: type, keywords: type, *, names: Sequence[str] | None = None, described: bool = False
+) -> Callable[[F], F]:
     """A decorator that lists the options a function takes as `**keywords`, with defaults, in its signature.
 
     Args:
         options: the dataclass. keywords: the `TypedDict` of the same options.
+        names: the options; None: all.
         described: add the descriptions of the options to the docstring.
     """
     known = {field.name: field for field in fields(options)}
@@ -142,7 +147,7 @@ def lists_options(options: type, keywords: type, *, described: bool = False) -> 
         listed = [inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default if name in known else None,
             annotation=known[name].type if name in known else inspect.Parameter.empty,
-        ) for name in keywords.__annotations__]
+        ) for name in (keywords.__annotations__ if names is None else names)]
         function.__signature__ = signature.replace(parameters=[*own, *listed])
         if described:
             meanings = inspect.cleandoc(options.__doc__ or "").partition("Args:\n")[2]  # python -OO has none

@@ -20,12 +20,13 @@ from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
 from .keywords import LoadKeywords, lists_options
 from .load_options import LoadOptions
+from .locks import one_at_a_time
 from .models import GROUPED, STOCK
 from .models.linear import check_quantization
 from .models.loading import check_device, convert_buffers, load_compact, load_target
 from .models.memory import MappedFiles, trim
 from .models.target import TargetModel, device_of
-from .pair import EagleModel, adapted, check_once, check_sizes
+from .pair import EagleModel, check_once, check_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,10 +35,12 @@ log = logging.getLogger(__name__)
 
 
 @lists_options(LoadOptions, LoadKeywords, described=True)
+@one_at_a_time
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
 ) -> EagleModel:
-    """Load a target and its drafter: a draft head, or a smaller causal LM.
+    """Load a target and its drafter: a draft head, or a smaller causal LM. Several threads may call this; they load one
+    after the other.
 
     Args:
         target, draft, options: see `LoadOptions`.
@@ -76,8 +79,7 @@ def load(
             draft, asked.draft_dtype or asked.dtype,
             {**placement, "device": place, "device_map": None, "quantization_config": None},
             quantization=asked.draft_quantization or asked.quantization, **packs)
-        drafter = adapted(DraftModel, small_model, fused)
-        drafter.tokenizer = small_tokenizer
+        drafter = DraftModel(small_model, small_tokenizer, fused=fused)
         set_attention(drafter, asked.attn_implementation)
     pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused, cuda_graphs=asked.cuda_graphs)
     stored = None if asked.dtype == "auto" else asked.dtype
@@ -165,6 +167,7 @@ def set_attention(target: TargetModel, implementation: str | None) -> None:
             log.log(level, "%s", error)
 
 
+@one_at_a_time
 @functools.cache
 def default_model() -> EagleModel:
     """The default pair. It is loaded once per process."""

@@ -1,8 +1,14 @@
-"""A lock whose owner can be copied and pickled."""
+"""A lock whose owner can be copied and pickled, and the lock of loading."""
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Lock:
@@ -20,3 +26,17 @@ class Lock:
 
     def __reduce__(self) -> tuple:
         return Lock, ()
+
+
+_loading = threading.RLock()
+
+
+def one_at_a_time(load: Callable[P, T]) -> Callable[P, T]:
+    """A function that loads models. No two threads run such functions at once, because transformers sets the default
+    dtype and the functions of `torch.nn.init` for the whole process while it loads."""
+    @functools.wraps(load)
+    def locked(*args: P.args, **keywords: P.kwargs) -> T:
+        with _loading:
+            return load(*args, **keywords)
+
+    return locked

@@ -7,10 +7,11 @@ the docstrings. Nothing imports torch before an object is made, so that `--help`
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
@@ -19,9 +20,12 @@ from .drafting.config import TreeConfig
 from .drafting.copies import TextDrafts
 from .keywords import unknown_option
 
+log = logging.getLogger(__name__)
+
 MOST_LOGPROBS = 20
 MOST_REFERENCES = 1024
-LISTS = ("seed", "stop", "stop_token_ids", "fuzzy_within", "reference")  # options whose value may be a list or tuple
+# Options whose value may be a list or tuple.
+LISTS = ("seed", "stop", "eos_token_id", "stop_token_ids", "fuzzy_within", "reference")
 OF_ONE_PROMPT = "to give each prompt its own, submit them one by one: Engine(model).submit(prompt, ...)"
 LEAST_TEMPERATURE = 1e-6  # smaller ones make logits overflow float32
 
@@ -77,17 +81,23 @@ class GenerateOptions(RuleAtTemperature, Options):
         top_p: sample from the most likely tokens that together have this probability; 1: off.
         top_k: sample from this many of the most likely tokens; 0: off.
         min_p: leave out tokens with less than this fraction of the best token's probability; 0: off.
-        repetition_penalty: as in `model.generate`; 1: off.
+        repetition_penalty: as in `model.generate`; 1: off; None: that of the model's generation config.
         frequency_penalty: subtracted from a token's logit for each occurrence in the answer (-2 to 2); 0: off.
         presence_penalty: subtracted once from the logit of each token in the answer (-2 to 2); 0: off.
         logit_bias: numbers to add to logits, by token id (-100 to 100 each).
         top_logprobs: number of the target's best tokens in each receipt (0 to 20), see `receipt.top`.
-        min_new_tokens: no end token, and none of `stop_token_ids`, before this many tokens.
+        min_new_tokens: no end token, and none of `stop_token_ids`, before this many tokens; None: as many as the
+            model's generation config asks for.
+        generation_config: a `GenerationConfig` of transformers. Its fields override those of the model's generation
+            config, and other options override it.
+        eos_token_id: one or more end tokens, in place of the model's: those of its generation config and, for a chat,
+            the token with which the chat template ends a turn.
         ignore_eos: continue after end tokens.
         seed: seed of the sampling noise; None draws one, see `out.seed`. With the same seed, decoding without a head,
             with `exact`, or with any lossless rule gives the same tokens. For a batch, a list with one seed per prompt,
             or the seed of the first prompt; the next prompts get the numbers that follow it.
-        stop: strings that end the answer; its text does not include them.
+        stop: strings that end the answer; its text does not include them. None: `stop_strings` of the model's
+            generation config.
         stop_token_ids: further tokens that end the answer.
         acceptance: name of a rule (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
             `Weights` or to log-weights [V].
@@ -116,6 +126,9 @@ class GenerateOptions(RuleAtTemperature, Options):
             may cut the answer short.
         reference: one or more texts that the answer will resemble. Drafts are copied from them as well. The text of a
             lossless answer does not depend on them.
+        chat_template_kwargs: keywords of the tokenizer's `apply_chat_template`, for prompts that are chats, such as
+            {"enable_thinking": False}, {"tools": [...]}, or {"continue_final_message": True}, which continues the last
+            message. `add_generation_prompt` is True unless given.
     """
 
     max_new_tokens: int = 256
@@ -123,12 +136,14 @@ class GenerateOptions(RuleAtTemperature, Options):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     top_logprobs: int = 0
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
+    generation_config: Any = None  # a GenerationConfig; transformers is imported later
+    eos_token_id: int | Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | Sequence[int] | None = None
     stop: str | Sequence[str] | None = None
@@ -144,6 +159,7 @@ class GenerateOptions(RuleAtTemperature, Options):
     reference: str | Sequence[str] | None = None
     speculative: bool = True
     response_format: Any = None  # a mapping, or a class of pydantic
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -154,35 +170,49 @@ class GenerateOptions(RuleAtTemperature, Options):
                        lambda x: x == 0 or LEAST_TEMPERATURE <= x < math.inf)
         require_number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
         require_number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        require_number("repetition_penalty", self.repetition_penalty, "a positive number", lambda x: 0 < x < math.inf)
+        if self.repetition_penalty is not None:
+            require_number("repetition_penalty", self.repetition_penalty, "a positive number",
+                           lambda x: 0 < x < math.inf)
         for name in ("frequency_penalty", "presence_penalty"):
             require_number(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
-        for name, least, most in (("max_new_tokens", 1, None), ("min_new_tokens", 0, None), ("top_k", 0, None),
-                                  ("top_logprobs", 0, MOST_LOGPROBS)):
+        for name, least, most in (("max_new_tokens", 1, None), ("top_k", 0, None), ("top_logprobs", 0, MOST_LOGPROBS)):
             require_integer(name, getattr(self, name), least, most)
+        if self.min_new_tokens is not None:
+            require_integer("min_new_tokens", self.min_new_tokens, 0)
         for name in ("ignore_eos", "speculative"):
             require_bool(name, getattr(self, name))
-        if self.min_new_tokens > self.max_new_tokens:
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise OptionError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
-        if self.response_format is not None and (self.ignore_eos or self.min_new_tokens):
-            raise OptionError("response_format", problem="decides where an answer ends: leave out ignore_eos and "
-                              "min_new_tokens")
+        ends = [name for name in ("ignore_eos", "min_new_tokens") if getattr(self, name)]
+        if self.response_format is not None and ends:
+            raise OptionError("response_format", problem="decides where an answer ends: leave out "
+                              f"{' and '.join(ends)}")
+        if self.ignore_eos and self.eos_token_id is not None:
+            raise OptionError("eos_token_id", problem="names end tokens that ignore_eos=True ignores: leave out one")
+        if not isinstance(self.chat_template_kwargs, (Mapping, NoneType)):
+            raise OptionError("chat_template_kwargs", self.chat_template_kwargs, "keywords of apply_chat_template in a "
+                              'dict, such as {"enable_thinking": False}')
         self._check_tokens()
         self._check_texts()
         self._check_acceptance()
 
     def _check_tokens(self) -> None:
-        """Check options with token ids, and the seed."""
+        """Check options with token ids, the generation config, and the seed."""
+        if not (self.generation_config is None or hasattr(self.generation_config, "to_diff_dict")):
+            raise OptionError("generation_config", self.generation_config, "a GenerationConfig of transformers")
         if not (self.logit_bias is None or isinstance(self.logit_bias, Mapping)):
             raise OptionError("logit_bias", self.logit_bias, "numbers by token ids")
         for token, bias in (self.logit_bias or {}).items():
             require_integer("logit_bias", token, 0)
             require_number("logit_bias", bias, "a number from -100 to 100 for each token", lambda x: -100 <= x <= 100)
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(self.stop_token_ids, (Iterable, NoneType)):
-            raise OptionError("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
-        self._read_once("stop_token_ids")
-        for token in self.stop_token_ids or ():
-            require_integer("stop_token_ids", token, 0)
+        for name, single in (("stop_token_ids", ()), ("eos_token_id", Integral)):
+            if isinstance(value := getattr(self, name), single):
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, (str, bytes)) or not isinstance(value, (Iterable, NoneType)):
+                raise OptionError(name, value, f"{'a token id or ' if single else ''}a sequence of token ids")
+            self._read_once(name)
+            for token in getattr(self, name) or ():
+                require_integer(name, token, 0)
         if self.seed is not None:
             for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
                 require_integer("seed", seed, 0)
@@ -244,20 +274,33 @@ class GenerateOptions(RuleAtTemperature, Options):
 
     @property
     def references(self) -> list[str]:
-        return [self.reference] if isinstance(self.reference, str) else list(self.reference or [])
+        return as_list(self.reference)
 
     @property
     def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        return as_list(self.stop)
 
 
-# Fields of a `GenerationConfig` that have no effect here.
-WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "return_dict_in_generate", "transformers_version")
+def as_list(strings: str | Sequence[str] | None) -> list[str]:
+    """The strings, from a single one, several or none."""
+    return [strings] if isinstance(strings, str) else list(strings or ())
+
+
+# Fields of a `GenerationConfig`: those that decide about greedy tokens as well, and have no option of their own; those
+# that matter for sampling only; and those without an effect here.
+FOLLOWED = (
+    "bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "min_length",
+    "no_repeat_ngram_size", "remove_invalid_values", "sequence_bias", "suppress_tokens", "watermarking_config",
+)
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+WITHOUT_EFFECT = ("bos_token_id", "pad_token_id", "use_cache", "cache_implementation", "cache_config",
+                  "renormalize_logits", "return_dict_in_generate", "transformers_version")
 
 
 def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> dict[str, object]:
-    """Translate keywords of `model.generate` to our options: `do_sample`, `stop_strings`, `eos_token_id`, and a
-    `generation_config`, which other keywords override.
+    """Translate keywords of `model.generate` to our options: `do_sample`, `stop_strings`, and the fields of a
+    `generation_config` that are options of ours. Keywords override these.
 
     Args:
         temperature: that of `do_sample=True` without a temperature, if it is above 0.
@@ -265,26 +308,14 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
     Raises:
         TypeError, ValueError: an invalid value, an option under two names, or temperature 0 with `do_sample=True`.
     """
-    options = dict(keywords)
-    config = options.pop("generation_config", None)
-    if config is not None:
-        if not hasattr(config, "to_diff_dict"):
-            raise OptionError("generation_config", config, "a GenerationConfig of transformers")
-        neutral = config._get_default_generation_params()
-        ours = {"do_sample", *GenerateOptions.names()}
-        configured = {name: value for name, value in config.to_diff_dict().items() if name not in WITHOUT_EFFECT
-                      and (name in ours or value not in (neutral.get(name), False))}
-        options = {**configured, **options}
-    for theirs, ours in (("stop_strings", "stop"), ("eos_token_id", "stop_token_ids")):
-        if options.get(theirs) is None:
-            options.pop(theirs, None)
-        elif ours in options:
-            raise ValueError(f"{theirs} and {ours} are the same option: use one of them")
-        else:
-            options[ours] = options.pop(theirs)
-            if theirs == "eos_token_id":  # replaces the model's end tokens
-                options["ignore_eos"] = True
-                options[ours] = [options[ours]] if isinstance(options[ours], int) else options[ours]
+    options = {name: value for name, value in keywords.items()
+               if value is not None or name not in ("do_sample", "stop_strings")}
+    if "stop" in options and "stop_strings" in options:
+        raise ValueError("stop_strings and stop are the same option: use one of them")
+    if "stop_strings" in options:
+        options["stop"] = options.pop("stop_strings")
+    if hasattr(config := options.get("generation_config"), "to_diff_dict"):
+        options = {**options_of_config(config, options, temperature), **options}
     sampling = options.pop("do_sample", None)
     if sampling is not None:
         require_bool("do_sample", sampling)
@@ -293,5 +324,33 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
             if options["temperature"] == 0:
                 raise OptionError("temperature", 0, "above 0 with do_sample=True")
         else:
+            if options.get("temperature"):
+                log.warning("temperature= changes nothing with do_sample=False: decoding is greedy")
             options["temperature"] = 0.0
     return options
+
+
+def options_of_config(
+    config: Any, keywords: Mapping[str, object], temperature: float
+) -> dict[str, object]:
+    """The fields of a `GenerationConfig` as options, `do_sample` included. As in `model.generate`, its sampling fields
+    hold only where something asks for sampling: `do_sample`, or a temperature that is not the config's own.
+
+    Args:
+        keywords: options that override the config's. temperature: used if they have none.
+    """
+    neutral = config._get_default_generation_params()
+    ours = {"do_sample", *GenerateOptions.names()}
+    found = {name: value for name, value in config.to_diff_dict().items()
+             if not (value is None or name.startswith("_") or name in (*FOLLOWED, *WITHOUT_EFFECT))
+             and (name in ours or value not in (neutral.get(name), False))}
+    if "stop_strings" in found:
+        found["stop"] = found.pop("stop_strings")
+    if "max_new_tokens" in {**found, **keywords}:  # takes precedence
+        found.pop("max_length", None)
+    if "ignore_eos" in keywords:
+        found.pop("eos_token_id", None)
+    default = keywords.get("temperature", temperature) != 0
+    if not keywords.get("do_sample", found.get("do_sample", default)):
+        found = {name: value for name, value in found.items() if name not in SAMPLING}
+    return found

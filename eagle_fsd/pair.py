@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import transformers
@@ -23,19 +23,19 @@ from .data.files import cache_directory, save_atomically
 from .decoding.request import RequestParams
 from .decoding.timing import known_latency
 from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import HeadCurves, known_curves
+from .drafting.curves import HeadCurves, known_curves, nearly_greedy
 from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead
+from .locks import Lock
 from .models.digest import weights_digest
 from .models.linear import PackedLinear, check_quantization, packed_form
 from .models.memory import trim
 from .models.target import TargetModel
 
 log = logging.getLogger(__name__)
-# For each model that has passed the check of TargetModel, and for `fused`: why the fused decoder does not serve it,
-# or None if it does.
-_checked: WeakKeyDictionary[PreTrainedModel, dict[bool, str | None]] = WeakKeyDictionary()
+_pairs: WeakKeyDictionary[DraftHead | DraftModel, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
+_fitting = Lock()  # of drafters to targets
 
 
 @dataclass(eq=False, repr=False)
@@ -51,8 +51,8 @@ class EagleModel:
     tokenizer: PreTrainedTokenizerBase | None = None
     tree: TreeConfig | None = None  # for requests without a tree
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
-    # By temperature, when drafting stops for a while because it did not pay; for lossless requests.
-    pauses: defaultdict[float, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
+    # When drafting stops for a while because it did not pay, for lossless requests: greedy or nearly so, and others.
+    pauses: defaultdict[bool, Pause] = field(default_factory=lambda: defaultdict(Pause), repr=False)
 
     captured: CapturedCycles | None = field(default=None, repr=False)  # see `load(cuda_graphs=)`; None: off
 
@@ -106,6 +106,9 @@ class EagleModel:
         """Join a causal LM and a drafter: a head, or a smaller causal LM with the same tokens. A head is moved to the
         device of the target's output layer and to its dtype; a causal LM stays as it is.
 
+        A head that drafts for another target already stays as it is: the pair gets a head of its own, which shares the
+        weights if device and dtype are the same, and else copies them.
+
         Args:
             draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
             fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
@@ -121,17 +124,22 @@ class EagleModel:
             if not isinstance(part, tuple(kinds)) and (part is not None or name == "target"):
                 accepted = ", ".join(kind.__name__ for kind in kinds)
                 raise TypeError(f"{name} must be a {accepted}, got {type(part).__name__}")
-        adapter = adapted(TargetModel, target, fused)
+        adapter = TargetModel(target, fused=fused)
         if isinstance(draft, PreTrainedModel):
-            draft = adapted(DraftModel, draft, fused)
+            draft = DraftModel(draft, fused=fused)
         pair = cls(adapter, draft, tokenizer)
-        pair.fit()
+        with _fitting:
+            if draft is not None and any(other.target.model is not target for other in list(_pairs.get(draft, ()))):
+                pair.draft = draft = draft.separate(adapter)
+            pair.fit()
+            if draft is not None:
+                _pairs.setdefault(draft, WeakSet()).add(pair)
         if cuda_graphs and adapter.output_device.type == "cuda" and CapturedCycles.support(adapter, draft):
             pair.captured = CapturedCycles(adapter, draft)
         return pair
 
     def fit(self) -> None:
-        """Fit the drafter to the target, as `from_parts` does: another pair may have had it since.
+        """Fit the drafter to the target, as `from_parts` does: it may have been moved or changed since.
 
         Raises:
             ValueError: see `from_parts`.
@@ -140,6 +148,19 @@ class EagleModel:
             self.draft.fit(self.target, self.tokenizer)
         elif self.draft is not None:
             fit_head(self.draft, self.target)
+
+    def refresh(self) -> None:
+        """Read both models again if their modules, forwards or hooks have changed since they were joined: decoding is
+        that of the models as they are.
+
+        Raises:
+            ValueError: the models as they are would be refused by `from_parts`.
+        """
+        self.target.refresh()
+        if self.draft is not None:
+            self.draft.refresh()
+        if isinstance(self.draft, DraftHead):
+            check_sizes(self.draft, self.target)
 
     def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
@@ -182,7 +203,7 @@ class EagleModel:
             return Drafting(Choice(None))
         if params.tree is None and self.sizing is not None:
             # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-            pause = self.pauses[params.temperature] if params.lossless else None
+            pause = self.pauses[nearly_greedy(params.temperature)] if params.lossless else None
             return Drafting(self.sizing, params.temperature, pause)
         return Drafting(Choice(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
 
@@ -217,15 +238,6 @@ class EagleModel:
         return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
 
 
-def adapted(kind: type[TargetModel], model: PreTrainedModel, fused: bool) -> TargetModel:
-    """A `TargetModel` or `DraftModel` of a causal LM, which is checked only once."""
-    before = _checked.setdefault(model, {})
-    known = before.get(fused)
-    adapter = kind(model, fused=fused and known is None, check=fused not in before)
-    before[fused] = adapter.stock_reason = known or adapter.stock_reason
-    return adapter
-
-
 def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     """Check a target as `EagleModel.from_parts` does, unless an earlier process on this machine has; the user's cache
     directory remembers its result.
@@ -237,9 +249,10 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
              weights_digest(target), str(target.dtype), fused, __version__, torch.__version__, transformers.__version__)
     path = cache_directory() / "checked" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        _checked.setdefault(target, {})[fused] = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]
+        reason = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]
+        TargetModel(target, check=False).remember_check(fused, reason)
         return
-    reason = EagleModel.from_parts(target, None, fused=fused).target.stock_reason
+    reason = TargetModel(target, fused=fused).stock_reason
     with suppress(OSError):  # it will be checked again
         path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason})))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,18 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
 
 from .checks import OptionError
 from .pair import EagleModel
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them
 ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
+ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
 _longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
 
 
-def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], bool]:
+class ChatTokens(list):
+    """Token ids of a chat that the chat template has rendered: the token that ends a turn there ends the answer."""
+
+
+def encode_prompts(
+    prompt: object, model: EagleModel, template: Mapping[str, object] | None = None
+) -> tuple[list[list[int]], bool]:
     """Token ids of each prompt, and whether the prompt was a batch.
+
+    Args:
+        template: keywords of `apply_chat_template`, if every prompt is a chat.
 
     Raises:
         ValueError, TypeError: see `generate`.
@@ -32,11 +46,11 @@ def encode_prompts(prompt: object, model: EagleModel) -> tuple[list[list[int]], 
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         prompt = without_padding(prompt)
     if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
-        return [encode_prompt(prompt, model)], False
+        return [encode_prompt(prompt, model, template)], False
     prompts = []
     for number, each in enumerate(prompt):
         try:
-            prompts.append(encode_prompt(each, model))
+            prompts.append(encode_prompt(each, model, template))
         except (TypeError, ValueError) as error:
             raise OptionError("prompt", problem=f"{number} of {len(prompt)}: {error}") from error
     return prompts, True
@@ -69,14 +83,21 @@ def without_padding(encoding: Mapping) -> object:
     return prompts[0] if single else prompts
 
 
-def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
+def encode_prompt(prompt: object, model: EagleModel, template: Mapping[str, object] | None = None) -> list[int]:
     """Token ids of a single prompt.
+
+    Args:
+        template: keywords of `apply_chat_template`, for a chat.
 
     Raises:
         ValueError, TypeError: see `generate`.
     """
     if isinstance(prompt, Mapping):
         raise TypeError(f"a chat is a list of messages, each with role and content, got one {type(prompt).__name__}")
+    chat = isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt
+    if template and not chat:
+        raise OptionError("chat_template_kwargs", problem=f"is for chats, and this prompt is a {type(prompt).__name__} "
+                          "of text or token ids")
     if isinstance(prompt, np.ndarray):
         prompt = torch.from_numpy(prompt)
     if isinstance(prompt, Tensor):
@@ -89,8 +110,10 @@ def encode_prompt(prompt: object, model: EagleModel) -> list[int]:
         return check_ids(prompt.flatten().tolist(), model)
     if isinstance(prompt, str):
         ids = tokenised("the prompt", prompt, model)
-    elif isinstance(prompt, (list, tuple)) and all(isinstance(message, dict) for message in prompt) and prompt:
-        ids = encode_chat(list(prompt), model)
+    elif isinstance(prompt, ChatTokens):
+        ids = prompt
+    elif chat:
+        ids = chat_tokens(render_chat(list(prompt), model, template), model)
     elif isinstance(prompt, (list, tuple)):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             raise TypeError("a list prompt must contain only token ids, only chat messages, or only prompts")
@@ -126,38 +149,119 @@ def require_encodable(what: str, text: str) -> str:
     return text
 
 
-def encode_chat(messages: list[dict], model: EagleModel, tools: list[dict] | None = None) -> list[int]:
-    """Token ids of a chat.
+def render_chat(messages: list[dict], model: EagleModel, template: Mapping[str, object] | None = None) -> str:
+    """A chat as text, as the tokenizer's template renders it.
 
     Args:
-        tools: JSON schemas of the functions that the model may call.
+        template: keywords of `apply_chat_template`, such as `tools`, `continue_final_message` or `enable_thinking`.
+            Without `continue_final_message`, `add_generation_prompt` is True by default.
 
     Raises:
-        ValueError: messages of another form, or a chat that the tokenizer's template cannot render.
+        ValueError: messages of another form, or a chat that the template cannot render.
     """
-    tokenizer = require_tokenizer(model)
+    tokenizer, template = require_tokenizer(model), template or {}
+    messages = [{**message, "content": ""} if message.get("content") is None and message.get("role") == "assistant"
+                else message for message in messages]
     for message in messages:
-        text = isinstance(message.get("content"), str) or "content" not in message and message.get("tool_calls")
-        if not (isinstance(message.get("role"), str) and text):
-            raise OptionError("messages", problem=f'need "role" and "content", both text, got {message!r}')
-    if tokenizer.chat_template is None:
+        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise OptionError("messages", problem='need "role" and "content", both text (an assistant message needs '
+                              f"no content), got {message!r}")
+    if tokenizer.chat_template is None and not template.get("chat_template"):
         raise ValueError("the tokenizer has no chat template: pass the prompt as text or token ids")
     known = {*ROLES, *re.findall(r"\w+", f"{tokenizer.chat_template} {' '.join(tokenizer.get_added_vocab())}")}
     wrong = next((message["role"] for message in messages if message["role"] not in known), None)
     if wrong is not None:  # many templates render an unknown role as if it were a known one
         raise OptionError("messages", problem=f"must have one of the roles {', '.join(ROLES)}, or one that the chat "
                           f"template or a special token names, got {wrong!r}")
+    tools = template.get("tools")
     calling = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-    if calling and "tool" not in tokenizer.get_chat_template(tools=tools):
+    if calling and "tool" not in tokenizer.get_chat_template(template.get("chat_template"), tools):
         raise OptionError("tools", problem="cannot be used with this model: its chat template does not render them")
-    positions = model.target.max_positions
-    if positions is not None:
-        check_rendering(tokenizer, messages, max_characters(tokenizer, positions), tools)
+    prompted = {"add_generation_prompt": not template.get("continue_final_message")}
     try:
-        rendered = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        return apply_template(tokenizer, messages, **{**prompted, **template})
     except Exception as error:  # templates raise for roles or an order that they do not support
         raise ValueError(f"the tokenizer's chat template rejects the chat: {error}") from error
-    return tokenised("the chat", rendered, model, add_special_tokens=False)
+
+
+def chat_tokens(rendered: str, model: EagleModel) -> ChatTokens:
+    """Token ids of a chat that `render_chat` has rendered."""
+    return ChatTokens(tokenised("the chat", rendered, model, add_special_tokens=False))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which the chat template ends a turn of the assistant; None: it is not a single added token.
+
+    Some models' configs name only the end of the text as end token, and a chat would run on into the next turn.
+    """
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # whatever a template may raise
+        return None
+    _, found, rest = rendered.rpartition(ANSWER)
+    added = [(added.content, token) for token, added in tokenizer.added_tokens_decoder.items()]
+    ends = [(content, token) for content, token in added if found and rest.lstrip().startswith(content)]
+    return max(ends, key=lambda end: len(end[0]), default=(None, None))[1]
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: object) -> str:
+    """A chat as text. The template gets the arguments of calls as a mapping, or as JSON if it concatenates or prints
+    them (DeepSeek), and ids of nine letters and digits if it rejects others (Mistral)."""
+    render = functools.partial(tokenizer.apply_chat_template, **{**options, "tokenize": False})
+    if not any(message.get("tool_calls") for message in messages):
+        return render(messages)
+    errors = []
+    for ids in (same, short_id):
+        for arguments in (as_mapping, as_json):
+            try:
+                if arguments is as_mapping and f"'{PROBE}'" in render(change_calls(messages, ids, as_probe)):
+                    continue  # it prints the mapping as Python does
+                return render(change_calls(messages, ids, arguments))
+            except Exception as error:  # whatever a template may raise
+                errors.append(error)
+    raise errors[0]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def short_id(call_id: Any) -> Any:
+    """An id of nine letters and digits, the same for equal ids."""
+    if not isinstance(call_id, str) or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def as_mapping(arguments: Any) -> Any:
+    """The arguments of a call as a mapping, also if they are JSON; others unchanged."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(arguments)
+    return arguments
+
+
+def as_probe(arguments: Any) -> dict:
+    return {PROBE: PROBE}
+
+
+def as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def change_calls(messages: list[dict], ids: Callable[[Any], Any], arguments: Callable[[Any], Any]) -> list[dict]:
+    """Copies of messages with the ids of their calls, also in the answers to them, and their arguments changed."""
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids(message["tool_call_id"])
+        for call in message.get("tool_calls") or ():
+            if "id" in call:
+                call["id"] = ids(call["id"])
+            if "arguments" in call.get("function", ()):
+                call["function"]["arguments"] = arguments(call["function"]["arguments"])
+    return changed
 
 
 def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool = True) -> list[int]:
@@ -190,44 +294,3 @@ def max_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
     if tokenizer not in _longest:
         _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
     return max(ALWAYS, positions * _longest[tokenizer])
-
-
-def check_rendering(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], most: int, tools: list[dict] | None = None
-) -> None:
-    """Raise ValueError if the tokenizer's chat template renders a chat to more than `most` characters.
-
-    Templates are programs from the hub, and `transformers` does not limit their output. This function renders piece by
-    piece and stops at the limit. Other errors of chat or template are left to `apply_chat_template`.
-    """
-    length = 0
-    try:
-        for piece in _bounded(tokenizer.get_chat_template(tools=tools)).generate(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokenizer.special_tokens_map
-        ):
-            length += len(piece)
-            if length > most:
-                break
-    except MemoryError:
-        length = most + 1
-    except Exception:  # anything that a template may raise
-        return
-    if length > most:
-        raise ValueError(f"the tokenizer's chat template renders the chat to more than {most} characters, too many for "
-                         "the target's positions")
-
-
-@functools.lru_cache(maxsize=8)
-def _bounded(source: str) -> Any:
-    """The jinja template in the environment of `transformers`, with a limit on multiplied texts and lists."""
-    environment = chat_template_utils._compile_jinja_template("").environment.overlay()
-    environment.intercepted_binops = frozenset("*")
-    environment.call_binop = _multiplied
-    return environment.from_string(source)
-
-
-def _multiplied(context: object, operator: str, left: Any, right: Any) -> Any:
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, (str, list, tuple)) and isinstance(count, int) and len(sequence) * count > 1 << 24:
-            raise MemoryError
-    return left * right

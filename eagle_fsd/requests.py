@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transformers import LogitsProcessor
@@ -13,12 +14,12 @@ from transformers import LogitsProcessor
 from .acceptance import FuzzyRule, Rule
 from .checks import OptionError, check_functions, require_integer
 from .decoding.grammar import Grammar
-from .decoding.processing import build_processors
+from .decoding.processing import followed_fields, is_context_free, processors_of_model, with_own_processors
 from .decoding.request import EXACT, Request, RequestParams
 from .drafting.copies import TextDrafts, TextIndex, TextSource
-from .options import GenerateOptions
+from .options import GenerateOptions, as_list
 from .pair import EagleModel
-from .prompts import check_ids, require_encodable, tokenised
+from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
 from .text import StopStrings
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ def make_requests(
 
     Args:
         prompts: token ids.
-        own: for each prompt, fields of `RequestParams` that override those from the options.
+        own: for each prompt, fields of `RequestParams` that override those from the options: `processors` as
+            `model.generate` made them, `eos_ids`, and others. They follow the generation config already.
 
     Raises:
         ValueError, TypeError: options that do not suit this pair or these prompts.
@@ -43,43 +45,58 @@ def make_requests(
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT
     warn_about_threshold(rule, model, options)
-    if options.lossless and (options.budget is not None or options.head_guard not in ("default", None)):
-        log.warning("budget= and head_guard= change nothing without a threshold: decoding is lossless")
-    check_ids([0, *(options.logit_bias or {})], model)
-    limits = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
-    seeds = seeds_for(options.seed, len(prompts))
-    eos_ids = frozenset() if options.ignore_eos else end_tokens(model)
-    strings, stop_ids = options.stop_strings, check_stop_ids(options.stop_token_ids, model)
+    warn_without_effect(options)
+    target = model.target.model
+    followed = {} if own is not None else followed_fields(target, options)
+    strings = options.stop_strings or as_list(followed.get("stop_strings"))
+    marks = [mark for mark in options.fuzzy_within or () if isinstance(mark, str)]
+    for name, texts in (("stop", strings), ("reference", options.references), ("fuzzy_within", marks)):
+        if texts and model.tokenizer is None:
+            raise OptionError(name, problem="needs a tokenizer, and this model has none")
     for string in strings:
         require_encodable("stop", string)
-    if strings and model.tokenizer is None:
-        raise OptionError("stop", problem="needs a tokenizer, and this model has none")
+    check_tokens("logit_bias", options.logit_bias, model)
+    limits = [check_length(len(ids), options.max_new_tokens, model) for ids in prompts]
+    seeds = seeds_for(options.seed, len(prompts))
+    stop_ids = check_tokens("stop_token_ids", options.stop_token_ids, model)
+    ends = check_tokens("eos_token_id", options.eos_token_id, model)
     within = None if options.fuzzy_within is None else tuple(
         mark_token(mark, model) for mark in options.fuzzy_within)
     text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
     copying = options.speculative and text_drafts != "off"
-    references = [TextIndex(check_ids(tokenised("reference", text, model, add_special_tokens=False), model))
-                  for text in options.references if text]
-    context_free = not (options.repetition_penalty != 1 or options.min_new_tokens or logits_processor
-                     or options.frequency_penalty or options.presence_penalty or options.logit_bias
-                     or options.response_format is not None)
+    texts = [tokenised("reference", text, model, add_special_tokens=False) for text in options.references if text]
+    check_tokens("reference", itertools.chain(*texts), model)
+    references = [TextIndex(ids) for ids in texts if ids]
+    key = None  # of processors that depend on the scores only
+    if own is not None:
+        key = id(own)
+    elif not logits_processor and options.generation_config is None:
+        key = (options.temperature, options.top_k, options.top_p, options.min_p, repr(followed))
     requests = []
     for number, ids in enumerate(prompts):
+        fields = {} if own is None else own[number]
+        eos_ids = frozenset() if options.ignore_eos else fields.get("eos_ids", ends or end_tokens(
+            model, chat=isinstance(ids, ChatTokens)))
+        start = len(fields.get("padding", ())) + len(ids)
         grammar = None if options.response_format is None else Grammar(
             options.response_format, model.tokenizer, vocab_size=model.target.vocab_size, eos_ids=sorted(eos_ids),
-            start=len(ids))
+            start=start)
+        processors = with_own_processors(fields["processors"] if own is not None else processors_of_model(
+            target, options, followed, logits_processor, prompt=ids, max_new_tokens=limits[number],
+            eos_ids=sorted(stop_ids | eos_ids), device=model.target.output_device), options, grammar, start)
         params = RequestParams(
             max_new_tokens=limits[number], rule=rule, temperature=float(options.temperature), seed=seeds[number],
             budget=None if options.budget is None else float(options.budget),
-            processors=build_processors(options, logits_processor, grammar, prompt_length=len(ids),
-                                        eos_ids=sorted(stop_ids | eos_ids), device=model.target.output_device),
-            processors_key=(options.temperature, options.top_k, options.top_p, options.min_p) if context_free else None,
+            processors=processors, processors_key=key if is_context_free(processors) else None,
             eos_ids=eos_ids, stop_ids=stop_ids, criteria=list(stopping_criteria or []), speculative=options.speculative,
-            tree=options.tree, top_logprobs=min(options.top_logprobs, model.target.vocab_size), within=within)
+            tree=options.tree, top_logprobs=min(options.top_logprobs, model.target.vocab_size), within=within,
+            followed=followed)
+        others = {name: value for name, value in fields.items() if name not in ("processors", "eos_ids")}
         requests.append(Request(
-            ids, params if own is None else replace(params, **own[number]), grammar=grammar,
+            ids, replace(params, **others), grammar=grammar,
             stop_strings=StopStrings(model.tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None))
+    model.refresh()
     return requests
 
 
@@ -93,7 +110,23 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
     if len(ids) != 1:
         raise OptionError("fuzzy_within", problem=f"needs marks of one token each, but {mark!r} is {len(ids)} tokens "
                           "of this model")
-    return check_ids(ids, model)[0]
+    check_tokens("fuzzy_within", ids, model)
+    return ids[0]
+
+
+def warn_without_effect(options: GenerateOptions) -> None:
+    """Warn of options that change nothing beside the others."""
+    for without_effect, names, why in (
+        (options.greedy, ("top_p", "top_k", "min_p"), "at temperature 0: decoding is greedy"),
+        (options.lossless, ("budget", "head_guard", "divergence", "fuzzy_within"),
+         "without a threshold: decoding is lossless"),
+        (not options.speculative, ("tree", "text_drafts", "reference"),
+         "with speculative=False: nothing is drafted"),
+    ):
+        given = [name for name in names if getattr(options, name) not in (getattr(GenerateOptions, name), None, "off")]
+        if without_effect and given:
+            log.warning("%s %s nothing %s", " and ".join(f"{name}=" for name in given),
+                        "change" if len(given) > 1 else "changes", why)
 
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
@@ -115,11 +148,10 @@ def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions
     if most is not None and most <= rule.threshold < math.inf and budget is None:
         log.warning("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most %.3g",
                     rule.threshold, divergence, most)
-    if model.draft is None or model.draft.draft_tokens is None:
-        return
-    if divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
-        log.warning("%s is infinite for a draft head with %d of %d tokens: no draft token passes. Use js, tv or "
-                    "reverse_kl", divergence, model.draft.draft_vocab_size, model.target.vocab_size)
+    named, tokens = None if model.draft is None else model.draft.draft_vocab_size, model.target.vocab_size
+    if named not in (None, tokens) and divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
+        log.warning("%s is infinite for a drafter with %d of %d tokens: no draft token passes. Use js, tv or "
+                    "reverse_kl", divergence, named, tokens)
 
 
 def seeds_for(seed: int | Sequence[int] | None, count: int) -> list[int]:
@@ -136,9 +168,17 @@ def seeds_for(seed: int | Sequence[int] | None, count: int) -> list[int]:
     return [int(seed) + number for number in range(count)]
 
 
-def check_stop_ids(stop_token_ids: Sequence[int] | None, model: EagleModel) -> frozenset[int]:
-    """The tokens, checked against the target's vocabulary."""
-    return frozenset(check_ids(list(stop_token_ids), model)) if stop_token_ids else frozenset()
+def check_tokens(name: str, tokens: Iterable[int] | None, model: EagleModel) -> frozenset[int]:
+    """The tokens of an option.
+
+    Raises:
+        ValueError: one is not in the target's vocabulary.
+    """
+    size = model.target.vocab_size
+    ids = frozenset(tokens or ())
+    if (wrong := next((token for token in ids if not 0 <= token < size), None)) is not None:
+        raise OptionError(name, problem=f"has token id {wrong}, which is outside the vocabulary (0 to {size - 1})")
+    return ids
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
@@ -154,8 +194,10 @@ def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> 
     return min(max_new_tokens, limit - prompt_length)
 
 
-def end_tokens(model: EagleModel) -> frozenset[int]:
-    """The target's end tokens, from its generation config."""
+def end_tokens(model: EagleModel, *, chat: bool = False) -> frozenset[int]:
+    """The target's end tokens: those of its generation config, and for a chat the token that ends a turn."""
     config = model.target.model.generation_config
     ids = config.eos_token_id if config is not None else None
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
+    ends = {ids} if isinstance(ids, int) else set(ids or ())
+    turn = end_of_turn(model.tokenizer) if chat else None
+    return frozenset(ends if turn is None or turn >= model.target.vocab_size else {*ends, turn})

@@ -23,15 +23,19 @@ def token_difference(target: PreTrainedTokenizerBase, drafter: PreTrainedTokeniz
 
 
 class GrowingText:
-    """Text decoded token by token. A piece is the text that a token adds to the text before it."""
+    """Text decoded token by token. A piece is the text that a token adds to the text before it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    Args:
+        special: with the text of special tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
+        self.tokenizer, self.special = tokenizer, special
         self.ids: list[int] = []  # tokens of the last piece, and those after it
         self.known = 0  # the number of them that belong to the last piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=not self.special)
 
     def add(self, token: int) -> str:
         """The piece that this token completes; empty in the middle of a character, see `pending`."""
@@ -56,11 +60,11 @@ class WatchedText(GrowingText):
         strings: the stop strings, and those with special tokens once more, with the characters of `marks`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], special: bool = False) -> None:
+        super().__init__(tokenizer, special)
         self.marks: dict[int, str] = {}
         self.strings = list(strings)
-        if not strings:
+        if not strings or special:
             return
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | {
             token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -85,10 +89,11 @@ class StreamedText:
 
     Args:
         strings: stop strings, possibly none.
+        special: with the text of special tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.text = WatchedText(tokenizer, strings)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], special: bool = False) -> None:
+        self.text = WatchedText(tokenizer, strings, special)
         self.shown = 0  # characters
         self._unshown = ""  # the end of the text, which may begin a stop string
         self.stopped = False
@@ -122,11 +127,11 @@ class StopStrings:
     """Called with each new token, returns whether one of the stop strings is complete.
 
     Args:
-        strings: not empty.
+        strings: the stop strings; not empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.text = WatchedText(tokenizer, strings)
+        self.strings, self.text = list(strings), WatchedText(tokenizer, strings)
         self.tail = ""  # the end of the text, where a stop string may have begun
 
     def __call__(self, token: int) -> bool:

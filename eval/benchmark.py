@@ -129,7 +129,7 @@ def run(args: BenchmarkArguments) -> None:
     endpoints = read_endpoints(args.endpoints)
     model = args.pair.load(args.tree)
     others = {form: replace(args.pair, **FORMS[form]).load(args.tree) for form in args.also}
-    about = described(model, args) | {"history": "read again" if args.reread else "kept",
+    about = described(model, args) | {"history": "read again" if args.reread else "kept", "endpoints": endpoints,
                                       "also": {form: described(other) for form, other in others.items()}}
     records = compare(methods_of(model, others, args, endpoints), questions, args, about, warm_up=args.warm_up)
     later = f"Later turns: history {about['history']}, by {BASELINE} always read again\n\n"

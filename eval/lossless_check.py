@@ -103,16 +103,17 @@ def explain(
 
 
 def check_greedy(
-    model: EagleModel, chats: dict, stock: PreTrainedModel, methods: Mapping[str, Method], new_tokens: int
+    model: EagleModel, chats: Sequence[tuple[int | str, list]], stock: PreTrainedModel, methods: Mapping[str, Method],
+    new_tokens: int,
 ) -> tuple[dict[str, list[Difference]], int]:
     """The differing answers of each method, and the total tokens of `model.generate`'s answers.
 
     Args:
-        chats: a chat for each question, by the question's id.
+        chats: the id and the chat of each question; questions of several files may have one id.
     """
     theirs, total = hf_generate(model, stock=stock), 0
     by_method: dict[str, list[Difference]] = {name: [] for name in methods}
-    for question, chat in Progress(chats.items(), desc="greedy", unit="prompt"):
+    for question, chat in Progress(chats, desc="greedy", unit="prompt"):
         first = theirs(chat, new_tokens).token_ids
         total += len(first)
         for name, ours in methods.items():
@@ -176,7 +177,7 @@ def run(args: LosslessArguments) -> int:
     check_counts(args, "samples", least=0)
     questions = args.chosen_questions()
     model = args.pair.load()
-    chats = {question.id: [{"role": "user", "content": question.turns[0]}] for question in questions}
+    chats = [(question.id, [{"role": "user", "content": question.turns[0]}]) for question in questions]
     # In the dtype that the pair computes in. The plain decoding of int8 weights is that of the packed model.
     quantised = packed_form(model.target.model) == "int8"
     stock = model.target.model if quantised else model.stock_in(model.target.dtype)
@@ -191,8 +192,9 @@ def run(args: LosslessArguments) -> int:
               "identical": {name: len(chats) - len(differences) for name, differences in by_method.items()},
               "differences": {name: [asdict(each) for each in differences] for name, differences in by_method.items()}}
     if args.samples:
-        rows = check_sampling(model, list(chats.values())[: args.sampled_prompts], stock, options[args.settings[0]],
-                              args.temperature, args.samples, args.sampled_tokens)
+        sampled = [chat for _, chat in chats[: args.sampled_prompts]]
+        rows = check_sampling(model, sampled, stock, options[args.settings[0]], args.temperature, args.samples,
+                              args.sampled_tokens)
         corrected = min(1.0, min(row["p"] for row in rows) * len(rows))
         apart = corrected < SIGNIFICANCE
         lossless &= not apart

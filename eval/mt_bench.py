@@ -30,10 +30,11 @@ from accelerate import PartialState
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, only_writer, write_lines
+from eagle_fsd.data.files import append_lines, check_same, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
-from eagle_fsd.measure.methods import Method, assisted, engine, hf_generate
+from eagle_fsd.measure.comparison import digest_of
+from eagle_fsd.measure.methods import Method, assisted, described, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, shown, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eval.command import option_record, run_command
@@ -115,8 +116,8 @@ def answer_question(model: EagleModel, question: Question, args: MtBenchArgument
             "new_tokens": counts, "wall_time": [answer.seconds for answer in answers],
             "accept_lengths": [length + 1 for each in lengths for length in each],
         })
-    return {"question_id": question.id, "category": question.category, "answer_id": uuid.uuid4().hex,
-            "model_id": args.name, "choices": choices, "tstamp": time.time()}
+    return {"question_id": question.id, "asked": digest_of(question), "category": question.category,
+            "answer_id": uuid.uuid4().hex, "model_id": args.name, "choices": choices, "tstamp": time.time()}
 
 
 def check(args: MtBenchArguments) -> None:
@@ -144,8 +145,13 @@ def check(args: MtBenchArguments) -> None:
 
 
 def settings_of(args: MtBenchArguments) -> dict:
-    """The settings that must be the same when a run continues a file: all but its path and the choice of questions."""
-    free = ("answers", "out", "warm_up", "per_category", "categories", "limit", "model_id", "device", "device_map")
+    """The settings that must be the same when a run continues a file."""
+    free = {
+        "answers", "out",  # paths of results
+        "questions", "per_category", "categories", "limit",  # answers are known by their questions
+        "warm_up", "model_id",  # not measured, and a label
+        "device", "device_map",  # `described` has the device
+    }
     return {name: value for name, value in option_record(args).items() if name not in free}
 
 
@@ -176,22 +182,24 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
     if note is None and path.exists() and path.stat().st_size:
         raise ValueError(f"{path} has answers, but {about}, which records their settings, is missing: choose another "
                          "file or delete it")
-    if note is not None and note["settings"] != settings:
-        raise ValueError(f"{path} has answers with other settings ({about}): choose another file or delete it")
+    if note is not None:
+        check_same(path, note["settings"], settings)
     state.wait_for_everyone()
     own_device = args.pair.device is None and args.pair.device_map is None
     model = (replace(args.pair, device=str(state.device)) if own_device else args.pair).load(args.tree)
+    made_with = described(model) | {"processes": state.num_processes}
+    if note is not None:
+        check_same(path, note.get("made_with", {}), made_with)
+    state.wait_for_everyone()  # all have compared before the note is written
     if state.is_main_process:
         target, head = model.described(stock=args.baseline)
         names = {"target": target, "head": None if args.baseline else head}
-        write_json(about, {"environment": environment(), "settings": settings, "processes": state.num_processes,
-                           "dtype": str(model.target.dtype), "device": str(model.target.device),
-                           "names": names})
+        write_json(about, {"environment": environment(), "settings": settings, "made_with": made_with, "names": names})
         read_answers(path, repair=True)
     state.wait_for_everyone()
-    done = read_answers(path)
+    done = {record.get("asked") for record in read_answers(path)}
     state.wait_for_everyone()  # all processes must split the same questions: none writes before the others have read
-    missing = [question for question in questions if question.id not in done]
+    missing = [question for question in questions if digest_of(question) not in done]
     own = missing[state.process_index :: state.num_processes]
     for _ in range(args.warm_up if own else 0):
         chat = [{"role": "user", "content": own[0].turns[0]}]
@@ -200,9 +208,9 @@ def answer_all(args: MtBenchArguments, path: Path, questions: Sequence[Question]
         append_lines(path, [answer_question(model, question, args)])
     state.wait_for_everyone()
     if state.is_main_process:
-        answers = read_answers(path)
-        asked = {question.id: answers.pop(question.id) for question in questions if question.id in answers}
-        write_lines(path, [*asked.values(), *answers.values()])  # keep answers to other questions
+        answers = {record.get("asked"): record for record in read_answers(path)}
+        asked = [answers.pop(key) for key in dict.fromkeys(map(digest_of, questions)) if key in answers]
+        write_lines(path, [*answers.values(), *asked])  # those to other questions are kept
 
 
 main = partial(run_command, "eval.mt_bench", MtBenchArguments, run, stopped="stopped; the same command continues")

@@ -101,7 +101,7 @@ def run(args: QuantisationArguments) -> None:
     options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
                **stop}
     methods = {name: engine(model, **options) for name, model in models.items()}
-    about = described(models[STORED], args) | stop
+    about = described(models[STORED], args) | stop | {"batch": args.batch}
     with ExitStack() as stack:
         together = None if args.batch == 1 else {
             name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import bullets, decimals, markdown, percent, record_path, shown, with_span, write_record
+from eagle_fsd.measure.records import (
+    bullets,
+    decimals,
+    markdown,
+    percent,
+    record_path,
+    shown,
+    version_text,
+    with_span,
+    write_record,
+)
 from eagle_fsd.measure.statistics import FEWEST, places_by_category, speeds
 from eval.plots import plot_speeds
 
@@ -46,7 +57,7 @@ def speed(paths: Sequence[Path], out: Path | None = None) -> str:
     *others, baseline = paths
     for path in others:
         check_comparable(path, baseline)
-    rows = speed_rows({shown(path): read_answers(path) for path in paths})
+    rows = speed_rows(by_question({shown(path): read_answers(path) for path in paths}))
     table = speed_table(rows)
     if out is not None:
         notes = {shown(path): read_note(path) for path in paths}
@@ -57,8 +68,8 @@ def speed(paths: Sequence[Path], out: Path | None = None) -> str:
     return table
 
 
-def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
-    """Answer records by question; `repair` as in `read_lines`.
+def read_answers(path: Path, repair: bool = False) -> list[dict]:
+    """The answer records of a file; `repair` as in `read_lines`.
 
     Raises:
         ValueError: a line is not an answer.
@@ -67,7 +78,22 @@ def read_answers(path: Path, repair: bool = False) -> dict[int | str, dict]:
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
             raise ValueError(f"{path}, line {number} is no answer of eval.mt_bench: it needs question_id and choices")
-    return {record["question_id"]: record for record in records}
+    return records
+
+
+def by_question(files: Mapping[str, Sequence[dict]]) -> dict[str, dict[int | str, dict]]:
+    """The records of each file by question: by its content (`asked`), or by its id where a file of other code has none.
+
+    Raises:
+        ValueError: a file has two answers to one question.
+    """
+    key = "asked" if all("asked" in record for records in files.values() for record in records) else "question_id"
+    found = {name: {record[key]: record for record in records} for name, records in files.items()}
+    for name, records in files.items():
+        if len(found[name]) < len(records):
+            twice, _ = Counter(record[key] for record in records).most_common(1)[0]
+            raise ValueError(f"{name} has two answers to question {found[name][twice]['question_id']!r}")
+    return found
 
 
 def read_note(answers: Path) -> dict | None:
@@ -96,21 +122,21 @@ def check_comparable(path: Path, baseline: Path) -> None:
             log.warning("%s has no .meta.json: it is unknown whether its answers are comparable", each)
     if None in notes.values():
         return
-    ours, theirs = ({**note.get("environment", {}), **note["settings"], "loaded as": note.get("dtype"),
-                     "processes": note.get("processes")} for note in notes.values())
+    ours, theirs = ({**note.get("environment", {}), **note["settings"], **note.get("made_with", {})}
+                    for note in notes.values())
     for setting in ("max_new_tokens", "num_choices"):
         if ours.get(setting) != theirs.get(setting):
             raise ValueError(f"{path} has {setting} {ours.get(setting)} and {baseline} has {theirs.get(setting)}: "
                              "their speeds are not comparable")
-    for setting in ("target", "temperature", "loaded as", "processes", "processor", "gpu", "threads"):
+    for setting in ("target", "temperature", "dtype", "weights", "template", "processes", "processor", "threads"):
         if ours.get(setting) != theirs.get(setting):
             log.warning("%s and %s differ in %s: %s and %s", path, baseline, setting, ours.get(setting),
                         theirs.get(setting))
 
 
 def made_by(note: Mapping) -> str:
-    """Command, commit and pair of the answers. Older files do not name the pair."""
-    source = f"`{note['environment']['command']}` at {note['environment']['commit']}"
+    """Command, version and pair of the answers. Older files do not name the pair."""
+    source = f"`{note['environment']['command']}` by {version_text(note['environment'])}"
     names = note.get("names")
     return f"{source}; target {names['target']}, head {names['head'] or 'none'}" if names else source
 

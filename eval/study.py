@@ -5,7 +5,8 @@
 
 Each run is train.train_draft_head with --recipe and these flags. Timing its first steps gives the number of steps that
 fit into the minutes. All runs measure tau on the same held-out answers. OUT/study.md has the table. The same command
-continues an interrupted study, and can add runs.
+continues an interrupted study, and can add runs and seeds; a run of the same name with other flags, data, target or
+minutes is an error.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from tyro.conf import UseAppendAction
 
+from eagle_fsd import __version__
 from eagle_fsd.checks import check_choice, require_number
-from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_record
+from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import check_same, read_lines
+from eagle_fsd.decoding.timing import processor_name
+from eagle_fsd.heads.catalogue import default_target
+from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_json, write_record
+from eagle_fsd.models.loading import load_target
+from eagle_fsd.models.target import TargetModel
 from eval.command import option_record, run_command
 from train.config import RECIPES
+from train.teacher import read_index
 
 PROBE = 5, 25  # steps between which a run's speed is measured
 ONE_EVALUATION = 1_000_000  # steps between two: only the last
@@ -98,32 +108,58 @@ def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
     return max(1, round(60 * args.minutes / statistics.median(seconds)))
 
 
-def measure(args: StudyArguments, name: str, flags: list[str], seed: int) -> dict:
+def shared_facts(args: StudyArguments) -> dict[str, object]:
+    """What the results of all runs depend on, as JSON values. `seeds` and `run` may grow; each run adds its flags."""
+    target = TargetModel(load_target(args.target or default_target(), device="cpu")[0], check=False)
+    return {"target": target.digest(), "data": Documents.load(args.data).digest(),
+            "features": None if args.features is None else read_index(args.features), "recipe": args.recipe,
+            "minutes": args.minutes, "documents": args.documents, "processor": processor_name(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "eagle_fsd": __version__}
+
+
+def stored(path: Path, facts: Mapping[str, object]) -> dict | None:
+    """What is stored for a run; None: nothing yet.
+
+    Raises:
+        ValueError: it depends on other `facts`.
+    """
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text())
+    check_same(path, record.get("facts", {}), facts)
+    return record
+
+
+def measure(args: StudyArguments, name: str, flags: list[str], seed: int, facts: Mapping[str, object]) -> dict:
     """Train one run unless its result is stored, and return the result."""
     output = args.out / f"{name}-{seed}"
     result = output / "result.json"
     if not result.is_file():
-        plan = args.out / f"{name}.steps"  # an interrupted run continues with the same number
+        plan = args.out / f"{name}.plan.json"  # an interrupted run continues with the same number of steps
         if not plan.is_file():
-            plan.parent.mkdir(parents=True, exist_ok=True)
-            plan.write_text(str(steps_of(args, flags, args.out / f"{name}.probe")))
-        steps = int(plan.read_text())
+            write_json(plan, {"facts": facts, "steps": steps_of(args, flags, args.out / f"{name}.probe")})
+        steps = stored(plan, facts)["steps"]
         command = train(args, output, flags, "--steps", str(steps), "--seed", str(seed), "--eval-every",
                         str(ONE_EVALUATION), "--eval-documents", str(args.documents), "--eval-tokens", "64")
         last, end = read_lines(output / "train.jsonl")[-1], json.loads((output / "head/evaluation.json").read_text())
         end |= {"minutes": sum(line["seconds"] for line in read_lines(output / "train.jsonl")) / 60,
                 "accepted": read_lines(output / "eval.jsonl")[-1]["accepted"]}
-        result.write_text(json.dumps({
-            "run": name, "seed": seed, "command": shlex.join(["python", *map(shown, command)]), "steps": steps,
-            "loss": last["loss"], "top1": last["top1"], **end}))
-    return json.loads(result.read_text())
+        write_json(result, {
+            "facts": facts, "run": name, "seed": seed, "command": shlex.join(["python", *map(shown, command)]),
+            "steps": steps, "loss": last["loss"], "top1": last["top1"], **end})
+    return stored(result, facts)
 
 
 def run(args: StudyArguments) -> None:
     check_choice("--recipe", args.recipe, tuple(RECIPES))
     require_number("--minutes", args.minutes, "a number above 0", lambda value: value > 0)
     runs = read_runs(args.run)
-    rows = [measure(args, name, flags, seed) for name, flags in runs.items() for seed in args.seeds]
+    shared = shared_facts(args)
+    facts = {name: {**shared, "flags": shlex.join(flags)} for name, flags in runs.items()}
+    for name in runs:  # before anything is trained
+        for path in (args.out / f"{name}.plan.json", *(args.out / f"{name}-{seed}/result.json" for seed in args.seeds)):
+            stored(path, facts[name])
+    rows = [measure(args, name, flags, seed, facts[name]) for name, flags in runs.items() for seed in args.seeds]
     table = markdown({
         "run": row["run"], "seed": row["seed"], "flags": shlex.join(runs[row["run"]]) or "none", "steps": row["steps"],
         "minutes": f"{row['minutes']:.1f}", "tau": f"{row['tau']:.3f}",

@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +62,18 @@ def pair(tokenizer):
 def model():
     """A pair for long texts, shared by the tests of a module."""
     return tiny_pair(tokenizer=tiny_tokenizer(), max_position_embeddings=2048)
+
+
+@pytest.fixture
+def plots(monkeypatch):
+    """What saved figures show, by file name: for each panel its title and the names in its legend."""
+    from matplotlib.figure import Figure
+
+    shown, save = {}, Figure.savefig
+
+    def savefig(figure, path, **options):
+        save(figure, path, **options)
+        shown[Path(path).name] = [(axes.get_title(), axes.get_legend_handles_labels()[1]) for axes in figure.axes]
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return shown

@@ -233,21 +233,24 @@ def test_requests_of_an_engine_that_join_and_leave(kind):
 
 
 def test_kept_features_of_a_cancelled_request_are_its_own():
-    """Not those of the next request whose path the programs write to the same place."""
-    pair, kept = capturing(tiny_pair(tokenizer=tiny_tokenizer())), []
-    options = {"max_new_tokens": 40, "text_drafts": "off"}
-    with eagle_fsd.Engine(pair, max_rows=1, tree=ENGINE_TREE) as engine:
-        for prompt in (PROMPT, PROMPTS[1]):
-            ticket = engine.submit(prompt, **options)
-            for _ in zip(range(12), ticket, strict=False):
+    """Not those of the next request, whose path the programs write to the same place: a prompt that continues a
+    cancelled answer is drafted for as if it had been prefilled whole."""
+    pair, asked = capturing(tiny_pair()), []
+    options = {"text_drafts": "off", "acceptance": "exact"}
+    with eagle_fsd.Engine(pair, max_rows=1, max_tokens=4000, prefixes=20, tree=ENGINE_TREE) as engine:
+        for count in range(2, 12):
+            prompt = [count, *PROMPT]
+            ticket = engine.submit(prompt, max_new_tokens=60, **options)
+            for _ in zip(range(count), ticket, strict=False):
                 pass
             ticket.cancel()
-            with contextlib.suppress(Exception):
-                ticket.result()
-            engine.submit(PROMPT[:2], max_new_tokens=1).result()  # by now it has been dropped
-            if not kept:
-                kept = [(each, each.features.clone()) for each in engine._rows.prefixes.kept if len(each.tokens) > 6]
-    assert kept and all(torch.equal(each.features, features) for each, features in kept)
+            asked.append([*prompt, *ticket.result().token_ids, 7])
+        continued = [engine.submit(prompt, max_new_tokens=20, **options).result() for prompt in asked]
+    for found, prompt in zip(continued, asked, strict=True):
+        expected = eagle_fsd.generate(prompt, pair, tree=ENGINE_TREE, max_new_tokens=20, seed=found.seed, **options)
+        assert_as_alone(found, expected)
+        assert found.stats.accepted_lengths == expected.stats.accepted_lengths
+        assert found.stats.prefill_tokens <= 3
 
 
 def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed():
@@ -261,6 +264,20 @@ def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed(
         (home,) = pair.captured._homes
         pools.append(set(home.pool.programs.values()))
     assert pools[0] == pools[1] and not pools[1] & pools[2]
+
+
+def test_what_trees_of_clients_leave_behind_is_bounded(monkeypatch):
+    """Buffers go with the last of their programs, whose number is bounded; texts are as without."""
+    made, new = weakref.WeakSet(), Buffers.__init__
+    monkeypatch.setattr(Buffers, "__init__", lambda self, *args: (made.add(self), new(self, *args))[1])
+    monkeypatch.setattr("eagle_fsd.captured.cycle.Pool", partial(Pool, most=8))
+    plain, pair = tiny_pair(), capturing(tiny_pair())
+    trees = [replace(TREE, draft_temperature=1 + number / 100) for number in range(30)]
+    for tree in [*trees, *trees[-2:], *trees[:2]]:
+        options = {"max_new_tokens": 9, "tree": tree, "text_drafts": "off", "temperature": 0.8, "seed": 1}
+        assert_equal([eagle_fsd.generate(PROMPT, pair, **options)], [eagle_fsd.generate(PROMPT, plain, **options)])
+        assert len(made) <= 8
+    assert all(pair.captured.taken) and len(made) >= 2
 
 
 @pytest.mark.parametrize("setting", [0, 1])

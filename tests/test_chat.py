@@ -12,7 +12,7 @@ import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
+from eagle_fsd.prompts import encode_prompt, render_chat
 
 TREE = TreeConfig(16, 5, 4)
 SAID = ("hello there.", "and now.", "what else")
@@ -241,3 +241,28 @@ def test_a_text_that_becomes_long_is_read_anew():
     output = eagle_fsd.generate(longer, pair, session=session, **options)
     assert output.stats.prefill_tokens == len(longer) > short
     assert output.token_ids == eagle_fsd.generate(longer, pair, **options).token_ids
+
+
+# The chat template ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "rendered"), [
+    ({}, "accbcfg"), ({"thinking": True}, "accbcdefg"), ({"tools": [{"name": "h"}]}, "accbchfg"),
+    ({"add_generation_prompt": False}, "accbc"), ({"continue_final_message": True}, "accb"),
+    ({"chat_template": "{{ messages[0].content }}k"}, "ak")])
+def test_what_the_chat_template_is_given(model, given, rendered):
+    """By every call that takes a chat. An assistant message needs no content."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant"}, {"role": "user", "content": "b"}]
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}c{% endfor %}{% if thinking %}de{% endif %}"
+        "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{% if add_generation_prompt %}fg{% endif %}")
+    assert render_chat(chat, model, given) == rendered
+    options = {"max_new_tokens": 6, "chat_template_kwargs": given}
+    ids = encode_prompt(chat, model, given)
+    expected = eagle_fsd.generate(ids, model, max_new_tokens=6).token_ids
+    assert eagle_fsd.generate([chat, chat], model, **options)[1].token_ids == expected
+    with eagle_fsd.Engine(model) as engine:
+        assert engine.submit(chat, **options).result().token_ids == expected
+    said = Chat(model, **options)
+    said.messages = chat[:-1]
+    assert said.send("b").token_ids == expected

@@ -122,7 +122,7 @@ def test_errors_at_the_prompt_end_nothing(write):
     """Ctrl-C, bytes that are no UTF-8, and a full conversation, which can be begun anew."""
     written, terminal = write(KeyboardInterrupt(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), "abcdefgh",
                               "abcd", "again", "/reset", "abcdefgh", model=tiny_chat_pair(max_position_embeddings=40))
-    assert written.startswith("(Ctrl-D or /quit quits) 'utf-8' codec can't decode")
+    assert written.index("/quit") < written.index("codec can't decode")
     assert "the target takes at most 39" in written and len(terminal.chat.messages) == 2
 
 

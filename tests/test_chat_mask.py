@@ -4,6 +4,7 @@ The templates are written here from the formats that their models' cards describ
 """
 
 import pytest
+from tiny import tiny_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -45,6 +46,17 @@ THOUGHTS = (  # shows the thoughts of the last answer only
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+R1 = (  # opens a thought, and shows no thoughts of answers
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|bot|>"
+    "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|bot|><think>\n{% endif %}"
+)
+QWEN_3_THINKING = (  # QWEN_3, with the thought of a last answer that has one
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<|im_start|>assistant\n"
+    "{% if '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 IM, S = ["<|im_start|>", "<|im_end|>"], ["<s>", "</s>"]
 HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 # The second question repeats the first answer, so that a search for its text alone would go wrong.
@@ -53,8 +65,8 @@ IM_CHAT = ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{yes it is<|i
            "yes it is<|im_end|>\n<|im_start|>assistant\n")
 VICUNA_CHAT = ["<s>USER: hi ASSISTANT:{ yes it is</s>}USER: yes it is ASSISTANT:{ bye</s>}"]
 
-# name: template, special tokens, conversation, its documents with the learned parts in {braces}. The last two templates
-# show earlier turns differently once they are answered: a document per answer.
+# name: template, special tokens, conversation, its documents with the learned parts in {braces}. Where there is
+# one per answer, the template shows earlier turns differently once they are answered.
 CASES = {
     "llama-3": (LLAMA_3, HEADERS, CHAT, [
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant"
@@ -73,7 +85,53 @@ CASES = {
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{<think>b</think>c<|im_end|>}\n",
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
         "<|im_start|>assistant\n{<think>e</think>f<|im_end|>}\n"]),
+    "r1": (R1, S, [("user", "a"), ("assistant", "<think>\nb\n</think>c"), ("user", "d"), ("assistant", "e</think>f")], [
+        "<s><|user|>a<|bot|><think>\n{b\n</think>c</s>}",
+        "<s><|user|>a<|bot|>c</s><|user|>d<|bot|><think>\n{e</think>f</s>}"]),
+    "r1, without thoughts": (R1, S, CHAT, [
+        "<s><|user|>hi<|bot|>{yes it is</s>}", "<s><|user|>hi<|bot|>yes it is</s><|user|>yes it is<|bot|>{bye</s>}"]),
+    "qwen-3, one thought": (QWEN_3_THINKING, IM, [
+        ("user", "a"), ("assistant", "<think>b</think>c"), ("user", "d"), ("assistant", "e")], [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{<think>b</think>c<|im_end|>}\n",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+        "<|im_start|>assistant\n{<think>\n\n</think>\n\ne<|im_end|>}\n"]),
 }
+
+
+# The tokens that the target wrote: an answer that ends, and one that was cut off. Documents by template.
+WRITTEN = ["b</think> c</s>", "e</think> f"]
+RECORDED = {
+    "opens a thought": (R1, ["<s><|user|>a<|bot|><think>\n{b</think> c</s>}",
+                             "<s><|user|>a<|bot|> c</s><|user|>d<|bot|><think>\n{e</think> f}"]),
+    "drops earlier thoughts": (R1.replace("<think>\n", ""), [
+        "<s><|user|>a<|bot|>{b</think> c</s>}", "<s><|user|>a<|bot|> c</s><|user|>d<|bot|>{e</think> f}"]),
+    "drops no thought": (R1.replace("<think>\n", "").replace(".split('</think>')[-1]", ""), [
+        "<s><|user|>a<|bot|>{b</think> c</s>}<|user|>d<|bot|>{e</think> f}</s>"]),
+    "ends with another token": (R1.replace("<think>\n", "").replace("eos_token", "'<|user|>'"), [
+        "<s><|user|>a<|bot|>{b</think> c</s>}", "<s><|user|>a<|bot|> c<|user|><|user|>d<|bot|>{e</think> f}"]),
+    "marks answers": (R1.replace("<think>\n", "").replace("{{ m.content.", "{% generation %}{{ m.content.").replace(
+        "{{ eos_token }}", "{{ eos_token }}{% endgeneration %}"), [
+        "<s><|user|>a<|bot|>{b</think> c</s>}", "<s><|user|>a<|bot|> c</s><|user|>d<|bot|>{e</think> f}"]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_is_learned_after_the_prompt_that_the_target_saw(name):
+    """Each document with its learned tokens in braces; the end of a truncated answer is not learned."""
+    template, expected = RECORDED[name]
+    tokenizer = tiny_tokenizer("abcdefhiknt <>/\n")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|bot|>"]})
+    tokenizer.chat_template = template
+    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in WRITTEN]
+    messages = chat([("user", "a"), ("assistant", WRITTEN[0][:-4]), ("user", "d"), ("assistant", WRITTEN[1])])
+    messages[1]["token_ids"], messages[3]["token_ids"] = answers
+    found = []
+    for ids, learned in encode_conversation(tokenizer, messages):
+        pieces = [(tokenizer.decode(token), mark) for token, mark in zip(ids, learned, strict=True)]
+        pieces = [("{" * (mark and not before) + "}" * (before and not mark) + text) for (text, mark), before in zip(
+            pieces, [False, *learned], strict=False)]
+        found.append("".join(pieces) + "}" * learned[-1])
+    assert found == expected
 
 
 def chat(turns: list[tuple[str, str]]) -> list[dict[str, str]]:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
 
-from eagle_fsd import load_head, save_head
-from eagle_fsd.heads.checkpoint import copy_head
+from eagle_fsd import load, load_head, save_head
+from eagle_fsd.heads.checkpoint import copy_head, is_causal_lm
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.pair import EagleModel
 
@@ -188,6 +188,48 @@ def test_the_weights_say_what_a_head_is(saved, head, tmp_path, change):
     save_head(loaded, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()).get("draft_vocab_size") is None
     assert torch.equal(predicted(load_head(tmp_path / "again")), predicted(head))
+
+
+def as_speculators(config, state):
+    """EAGLE-1 and HASS heads as speculators 0.2 wrote them: without embeddings, the layer's config nested."""
+    for name in list(state):
+        first, _, rest = name.partition(".")
+        new = {"layers": "transformer." + rest.removeprefix("0."), "fc": "fusion_fc." + rest}.get(first)
+        value = state.pop(name)
+        if new is not None:
+            state[new] = value
+    layer = dict(config)
+    config.clear()
+    config |= {"speculators_model_type": "eagle", "transformer_layer_config": layer, "layernorms": False,
+               "architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "fusion_bias": False}
+
+
+def test_heads_of_speculators_0_2_are_read(saved, head, tmp_path):
+    rewrite(saved, as_speculators)
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    pair = load(tmp_path / "target", saved, device="cpu", tree=None)
+    assert type(pair.draft) is DraftHead and pair.draft.shares_embeddings
+    head.share_embeddings(target.get_input_embeddings())
+    assert torch.equal(predicted(pair.draft), predicted(head))
+    rewrite(saved, put("pre_lm_head_layernorm.weight", HIDDEN))
+    with pytest.raises(ValueError, match="unknown .*pre_lm_head_layernorm.weight"):
+        load(tmp_path / "target", saved, device="cpu", tree=None)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false; accepted: heads that read"),
+    ({"speculators_model_type": "mtp"}, "is of MTP"),
+    ({"draft_vocab_size": VOCAB}, "missing .*fc.weight"),
+])
+def test_heads_without_fc_are_no_causal_lms(saved, fields, message):
+    """ModelOpt's have the config of a causal LM."""
+    rewrite(saved, drop("fc.weight"))
+    assert is_causal_lm(saved)
+    rewrite(saved, configure(**fields))
+    assert not is_causal_lm(saved)
+    with pytest.raises(ValueError, match=message):
+        load_head(saved)
 
 
 def shard(directory, suffix="safetensors"):

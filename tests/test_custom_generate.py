@@ -104,6 +104,27 @@ def test_rules_thresholds_and_budgets(pair, ours):
         assert not torch.equal(sequences, ours())
 
 
+@pytest.mark.parametrize("options", [
+    {"frequency_penalty": 1.5}, {"presence_penalty": 2.0, "repetition_penalty": 1.1}, {"logit_bias": {7: 3.0, 20: -9}},
+    {"fuzzy_within": (7, 20), "threshold": 0.5}, {"speculative": False}, {"stop_token_ids": [28]}, {"top_logprobs": 3},
+    {"frequency_penalty": 1.5, "temperature": 0.9, "do_sample": True, "top_k": 7, "seed": 4},
+    {"ignore_eos": True, "eos_token_id": 28}, {"reference": "abc abd"},
+], ids=readable)
+def test_other_options_of_generate(pair, ours, tokenizer, options):
+    sequences = ours(text_tokenizer=tokenizer, pad_token_id=0, **options)
+    if "ignore_eos" in options:
+        del options["eos_token_id"]
+    named = eagle_fsd.EagleModel.from_parts(pair.target.model, pair.draft, tokenizer)
+    expected = eagle_fsd.generate(PROMPT, named, max_new_tokens=24, tree=TREE, **options)
+    assert sequences[0, len(PROMPT) :].tolist() == expected.token_ids
+
+
+def test_padding_does_not_count_in_the_answer(ours):
+    options = {"frequency_penalty": 1.5, "pad_token_id": 0, "max_new_tokens": 12}
+    alone = [ours(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    assert ours(**padded(PROMPTS, pad=0), **options)[:, max(map(len, PROMPTS)) :].tolist() == alone
+
+
 def test_a_streamer(ours, tokenizer):
     for name in ("streamer", "text_streamer"):
         recorder = Recorder()
@@ -237,13 +258,15 @@ def test_criteria_that_keep_count_of_their_rows(target, ours):
     ({"draft_head": 5}, ValueError, "draft_head"),
     ({"assistant_ensemble_weight": 0.7}, ValueError, 'assistant_ensemble_weight=0.7 .*acceptance="ensemble"'),
     ({"synced_gpus": True}, ValueError, "synced_gpus=True"),
+    *(({name: value}, ValueError, f"{name}= needs text_tokenizer=") for name, value in (
+        ("reference", "a"), ("fuzzy_within", ("a", "b")), ("response_format", {"type": "json_object"}))),
 ], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")
-def test_bad_input_is_refused_before_any_forward(pair, ours, monkeypatch, options, error, message):
+def test_bad_input_is_refused_before_any_forward(ours, monkeypatch, options, error, message):
     def forward(*args, **kwargs):
         raise AssertionError("a forward ran")
 
     with monkeypatch.context() as context, pytest.raises(error, match=message):
-        context.setattr(pair.target.decoder, "forward", forward)
+        context.setattr(torch.nn.functional, "embedding", forward)
         ours(**options)
     expected = eagle_fsd.generate(PROMPT, tiny_pair(), max_new_tokens=24, tree=TREE)
     assert ours()[0, len(PROMPT) :].tolist() == expected.token_ids

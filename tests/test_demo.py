@@ -17,18 +17,18 @@ def answer(seconds, tokens, source="exact"):
     return Answer(seconds, tokens, "", Output(tokens, "eos", 0, Stats(accepted_lengths=[1, 1]), receipts))
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    (answer(1.0, [5, 6, 7, 8]), "4 tokens, 4 tokens/s, 2.0 tokens per step; same text"),
-    (answer(2.0, [5, 9], "fuzzy"), "2 tokens, 1 tokens/s, 2.0 tokens per step; text differs after 1 token; "
-     "2 tokens accepted that the model would not have generated; 2 tokens shorter; not faster"),
-    (answer(1.0, [5, 6, 7, 9]), "4 tokens, 4 tokens/s, 2.0 tokens per step; text differs after 3 tokens"),
-    (Answer(2.0, [5, 6], ""), "2 tokens, 1 tokens/s"),
+@pytest.mark.parametrize(("given", "numbers", "same", "tie"), [
+    (answer(1.0, [5, 6, 7, 8]), ["4", "4", "2.0"], True, False),  # tokens, tokens/s, tokens per step
+    (answer(2.0, [5, 9], "fuzzy"), ["2", "1", "2.0", "1", "2", "2"], False, False),  # where it differs, fuzzy, shorter
+    (answer(1.0, [5, 6, 7, 9]), ["4", "4", "2.0", "3"], False, True),
+    (Answer(2.0, [5, 6], ""), ["2", "1"], False, False),  # of the model itself
 ])
-def test_what_is_said_of_an_answer(given, said):
+def test_what_is_said_of_an_answer(given, numbers, same, tie):
     baseline = Answer(2.0, [5, 6, 7, 8], "")
-    assert summarise(given, baseline) == said
+    said = summarise(given, baseline)
+    assert re.findall(r"[\d.]+", said) == numbers and ("same text" in said) == same
     tied = summarise(given, baseline, half_precision=True)
-    assert tied == said + ", at a tie after rounding" * said.endswith("after 3 tokens")
+    assert ("tie" in tied, tied.startswith(said)) == (tie, True)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

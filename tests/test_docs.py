@@ -1,9 +1,11 @@
-"""The code of the pages runs, on a small pair in place of the one that a page loads, and their commands parse."""
+"""The code of the pages runs, on a small pair in place of the one that a page loads, and their commands parse. What a
+page prints as output is what the default pair gives."""
 
 import importlib
 import re
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from tiny import tiny_chat_pair
 
 import eagle_fsd
 import eval.command
-from eagle_fsd.cli import parse
+from eagle_fsd.cli import main, parse
 from eagle_fsd.cli.arguments import parse_options
+from eagle_fsd.heads.catalogue import DISTRIBUTION, PACKAGE
 
 ROOT = Path(__file__).parents[1]
 PAIRS = ROOT / "tests" / "pairs"
@@ -38,6 +41,33 @@ def test_python_runs(page, monkeypatch):
     pair = eagle_fsd.load(PAIRS / "small-target", PAIRS / "small-draft", dtype="float32", device="cpu", tree=None)
     monkeypatch.setattr(eagle_fsd, "load", lambda *args, **options: pair)
     assert run(page)["model"] is pair
+
+
+def printed(text):
+    """A page's or a program's output without what differs from run to run: line breaks, speed, seed."""
+    return re.sub(r"[\d.]+(?= tokens/s)|(?<=seed )\d+", "X", " ".join(text.split()))
+
+
+def outputs():
+    """Code, or a command in the text before, and the block `text` that shows its output."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for code, shown in re.findall(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", text, re.DOTALL):
+            yield pytest.param(lambda code=code: exec(code, {}), shown, id=page.stem)
+        for words, shown in re.findall(r"`eagle-fsd (generate [^`]*)`[^`]*\n\n```text\n([^`]*)```", text):
+            yield pytest.param(lambda words=words: main(shlex.split(words)), shown, id=page.stem)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec(PACKAGE) is None or find_spec("gguf") is None, reason=f"needs {DISTRIBUTION} and gguf")
+@pytest.mark.parametrize(("run", "shown"), list(outputs()))
+def test_outputs_are_as_shown(run, shown, capsys):
+    run()
+    assert printed(shown) in printed(" ".join(capsys.readouterr()))
+
+
+def test_the_shown_outputs_are_found():
+    assert [each.id for each in outputs()] == ["README", "tau"]
 
 
 def test_clients_run():

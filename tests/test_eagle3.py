@@ -17,6 +17,7 @@ from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
+from eagle_fsd.heads.llama_cpp import unsupported
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 
@@ -191,17 +192,23 @@ def test_drafted_trees_are_those_of_the_definition(target, named, options):
 # What the target hands out ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
+@pytest.mark.parametrize(("family", "fused"), [("llama", False), ("llama", True), ("mistral-window", False),
+                                               ("gemma2", False)])
 @torch.no_grad()
-def test_features_are_the_states_that_enter_the_layers(family):
+def test_features_are_the_states_that_enter_the_layers(family, fused):
     model = deep_target(family, 3)
-    pair = TargetModel(model)
+    pair = TargetModel(model, fused=fused)
+    assert (pair.fused is not None) == fused
     pair.layers = (0, 2)
     states, last = states_by_hand(model, PROMPT, (0, 2))
     features = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0]
     assert features.shape == (len(PROMPT), pair.feature_size)
     torch.testing.assert_close(features, torch.cat([*states, last], -1))
     torch.testing.assert_close(pair.logits(features), pair.logits(last))
+    pair.layers = (2, 3)
+    entering, output, last = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0].chunk(3, -1)
+    torch.testing.assert_close(entering, states[1])
+    torch.testing.assert_close(model.get_decoder().norm(output), last)
 
 
 # Lossless decoding ------------------------------------------------------------------------------------------------
@@ -241,9 +248,10 @@ def put(name, value):
         (configure(eagle_config={"norm_before_fc": True}, use_aux_norm=True), "norm_before_fc and fc_norm exclude"),
         (configure(layer_types=["sliding_attention"]), r"layer_types \['sliding_attention'\]; accepted: \['full_att"),
         (configure(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false; accepted: heads that"),
-        (configure(model_type="llama4_text"), "layer of type 'llama4_text'; accepted: llama"),
-        (configure(speculators_model_type="eagle"), "speculators_model_type 'eagle'; only eagle3 is supported"),
-        (configure(speculators_model_type="eagle3"), "no transformer_layer_config"),
+        (configure(model_type="llama4_text", architectures=["EagleLlama4ForCausalLM"]),
+         "layer of type 'llama4_text'; accepted: llama"),
+        (configure(speculators_model_type="medusa"), "speculators_model_type 'medusa'; accepted: eagle, eagle3"),
+        (configure(speculators_model_type="eagle3"), "eagle3, but no transformer_layer_config"),
         (configure(speculators_model_type="eagle3", transformer_layer_config={}), "has no norm_before_residual"),
     ],
 )
@@ -274,6 +282,11 @@ def as_modelopt(config, state):
     config["eagle_config"] = {"norm_before_fc": config.pop("norm_before_fc")}
 
 
+def as_tensorrt(config, state):
+    as_modelopt(config, state)
+    config["eagle_config"]["return_hidden_post_norm"] = config.pop("norm_output")
+
+
 def as_sglang(config, state):
     config["use_aux_norm"] = config.pop("fc_norm")
     for number, name in enumerate(("low", "mid", "high")):
@@ -282,7 +295,7 @@ def as_sglang(config, state):
 
 @pytest.mark.parametrize(("layout", "options", "change"), [
     *(("speculators", options, lambda config, state: None) for options in TODAY),
-    ("layers", TODAY[0], as_modelopt), ("midlayer", TODAY[1], as_sglang),
+    ("layers", TODAY[0], as_modelopt), ("layers", TODAY[0], as_tensorrt), ("midlayer", TODAY[1], as_sglang),
     ("midlayer", TODAY[0], lambda config, state: config.pop("norm_before_fc")),  # the weights say it
 ])
 @torch.no_grad()
@@ -302,6 +315,43 @@ def test_heads_of_today_compute_what_their_code_defines(tmp_path, layout, option
             assert getattr(loaded.config, name) is value
     assert inspect_head(tmp_path / "head").facts["variant"].split(", ") == sorted(options, key=[
         "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm"].index)
+
+
+@pytest.mark.parametrize("layout", ["midlayer", "speculators"])
+def test_the_two_meanings_of_norm_output_are_named(tmp_path, layout, caplog):
+    """SpecForge's changed in September 2026, and nothing in the files of such a head tells when it was trained."""
+    load_head(write(tmp_path, random_head(NAMED, norm_output=True), layout))
+    assert ("SpecForge before September 2026 wrote it" in caplog.text) == (layout == "midlayer")
+
+
+@pytest.mark.parametrize(("layout", "changes", "trained", "used"), [
+    ("midlayer", {"norm_output": False}, False, False),
+    ("midlayer", {"norm_output": False, "use_last_layernorm": True}, False, True),
+    ("midlayer", {"norm_output": False}, True, True),
+    ("midlayer", {"norm_output": False, "use_last_layernorm": False}, True, False),
+    ("midlayer", {}, False, True),
+    ("layers", {"eagle_config": {"use_last_layernorm": False}}, True, False),
+    ("speculators", {"norm_output": False}, False, True),
+])
+@torch.no_grad()
+def test_heads_without_a_norm_before_the_output_layer(tmp_path, layout, changes, trained, used, caplog):
+    """SpecForge before September 2026 trained heads with norm_output false so: the norm's weights stayed the same."""
+    head = random_head(NAMED)
+    if not trained:
+        head.norm.weight.fill_(1)
+    write(tmp_path / "head", head, layout, **changes)
+    states = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
+    loaded = load_head(tmp_path / "head")
+    assert ("norm.weight was never trained" in caplog.text) == ("use_last_layernorm" not in str(changes) and not used)
+    save_head(loaded, tmp_path / "again")
+    for each in (loaded, load_head(tmp_path / "again")):
+        expected = head.lm_head(head.norm(states) if used else states)
+        torch.testing.assert_close(each.own_logits(states, None), expected)
+    assert ("no last norm" in inspect_head(tmp_path / "again").facts["variant"]) == (not used)
+    if not used:
+        with pytest.raises(ValueError, match="has no norm before its output layer, and vllm always computes one"):
+            export_head(tmp_path / "head", "vllm", tmp_path / "vllm")
+        assert "llama.cpp always computes one" in unsupported(loaded)
 
 
 def as_nemo(config, state):
@@ -326,6 +376,26 @@ def test_the_weights_say_what_a_head_is(tmp_path, change, caplog):
     assert "does not list the target layers that the head reads: using 2, n/2 and n-3 of n" in caplog.text
     for name, value in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("fields", [
+    {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}, "rope_theta": 1e6},
+    {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]}, "rope_theta": 1e6},
+    {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 0], "rope_theta": 1e6}},
+], ids=str)
+def test_mrope_is_the_default_for_text(tmp_path, fields):
+    head = load_head(write(tmp_path, random_head(NAMED), "midlayer", **fields))
+    expected = random_head(NAMED, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert torch.equal(head.rotary_emb.inv_freq, expected.rotary_emb.inv_freq) and head.fused is not None
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_the_architecture_says_whose_layer_it_is(target, tmp_path, architecture):
+    """SpecForge's config for Phi-4-mini has the model_type phi3, but its layer is Llama's."""
+    head = good_head(target, NAMED)
+    loaded = load_head(write(tmp_path, head, "midlayer", model_type="phi3", architectures=[architecture]))
+    lengths = [generate(EagleModel.from_parts(target, each)).stats.accepted_lengths for each in (head, loaded)]
+    assert lengths[0] == lengths[1]
 
 
 @pytest.mark.parametrize("names", ["qkv", "qkvo"])
@@ -383,8 +453,21 @@ def test_layers_are_read_from_where_they_are_named(target, tmp_path, layout):
     assert load_head(write(tmp_path / "b", random_head(), "layers", **by_output)).target_layers(LAYERS) == (2, 4, 5)
     four = load_head(write(tmp_path / "c", random_head(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), layout))
     assert EagleModel.from_parts(target, four).target.feature_size == 5 * HIDDEN
-    with pytest.raises(ValueError, match=r"from 0 to 6, the target's last, got \(0, 3, 7\)"):
-        named.target_layers(7)
+    with pytest.raises(ValueError, match=r"from 0 to 6, the output of the target's last, got \(0, 3, 7\)"):
+        named.target_layers(6)
+
+
+@pytest.mark.parametrize(("layout", "own", "changes"), [
+    ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 4, LAYERS]}, {}),
+    ("layers", {}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, LAYERS - 1]}})])
+def test_the_output_of_the_last_layer_can_be_read(target, tmp_path, layout, own, changes):
+    """Layer n of speculators, n - 1 of ModelOpt."""
+    head = load_head(write(tmp_path, good_head(target, **own), layout, **changes))
+    pair = EagleModel.from_parts(target, head)
+    assert pair.target.layers == (2, 4, LAYERS)
+    expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
+    output = generate(pair)
+    assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
 
 
 def test_a_head_of_its_own_size_reads_a_wider_target(tmp_path):
@@ -425,7 +508,8 @@ def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path)
     assert found.facts["draft vocabulary"] == "21 of them" and found.target_problems == []
     assert found.facts["output layer"] == "its own"
     tiny_target().save_pretrained(tmp_path / "shallow")
-    assert "from 0 to 1, the target's last" in inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems[0]
+    (problem,) = inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems
+    assert "from 0 to 2, the output of the target's last" in problem
     with pytest.raises(ValueError, match="which can be exported to vllm, llama.cpp only, got sglang"):
         export_head(tmp_path / "head", "sglang", tmp_path / "out")
     path = export_head(tmp_path / "head", "vllm", tmp_path / "out")

@@ -3,18 +3,26 @@
 import asyncio
 import functools
 import gc
+import logging
 import random
+import sys
 import threading
 import time
+import traceback
+import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, tiny_tokenizer
 
 import eagle_fsd
+from eagle_fsd.acceptance.fsd import FSD
+from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.rows import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 
@@ -100,28 +108,27 @@ def pieces_of(ticket):
     return tokens, receipts, "".join(piece.text for piece in pieces)
 
 
-class Scheduled(eagle_fsd.Engine):
-    """Between cycles, its own thread does what a test wants; it closes once nothing is left to do."""
-
-    def __init__(self, *args, events, **options):
-        self.events = events  # one list of functions of the engine for each turn
-        super().__init__(*args, **options)
-
-    def _wait(self):
-        while True:
-            for event in self.events.pop(0) if self.events else ():
-                event(self)
-            if self._queue or len(self._rows):
-                return True
-            if not self.events:
-                self.closed = True
-                return False
-
-
 def scheduled(pair, events, **options):
-    """An engine after its events."""
-    engine = Scheduled(pair, events=events, **options)
-    engine._thread.join()
+    """An engine after its events: lists of functions of the engine, one for each turn. Its own thread calls them before
+    the turn, and closes it once nothing is left to do."""
+    ready = threading.Event()
+
+    class Scheduled(Loop):
+        def _wait(self):
+            ready.wait()
+            while not (self.closed or self.queue or len(self.rows)) or events:
+                for event in events.pop(0) if events else ():
+                    event(engine)
+                if self.queue or len(self.rows):
+                    return True
+                self.closed = not events
+            return bool(self.queue or len(self.rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle_fsd.batching.engine.Loop", Scheduled)
+        engine = eagle_fsd.Engine(pair, **options)
+    ready.set()
+    engine._loop.thread.join()
     return engine
 
 
@@ -142,10 +149,11 @@ def run_schedule(seed):
         def event(engine):
             tickets[at].cancel()
             cancelled.add(at)
-            before = len(engine._rows) + len(engine._queue)
-            engine._rows.drop_cancelled()
-            assert len(engine._rows) <= before
-            assert not any(map(engine._rows.cancelled, engine._rows.requests))
+        return event
+
+    def ended(at):
+        def event(engine):
+            assert tickets[at].done
         return event
 
     events = [[] for _ in range(40)]
@@ -153,14 +161,16 @@ def run_schedule(seed):
         turn = draw.randrange(25)
         events[turn].append(submit(at))
         if draw.random() < 0.25:
-            events[turn + draw.randrange(1, 12)].append(cancel(at))
+            later = turn + draw.randrange(1, 12)
+            events[later].append(cancel(at))
+            events[later + 1].append(ended(at))
     rows = draw.randint(1, 5)
     options = {"max_tokens": draw.choice([120, 300, 2000]), "prefill_chunk": draw.choice([1, 3, 8, 64]),
                "prefixes": draw.choice([0, 1, 3])}
     chosen = draw.random() < 0.6
     engine = scheduled(model(chosen), events, max_rows=rows, **options)
     assert engine.error is None and len(tickets) == len(numbers)
-    assert engine.rows == engine.waiting == 0 and not engine._rows.live
+    assert engine.rows == engine.waiting == 0
     for at, ticket in tickets.items():
         output, expected = ticket.result(0), alone(numbers[at])
         if chosen and "threshold" in request(numbers[at])[1]:
@@ -242,16 +252,20 @@ def test_what_was_read_before_is_copied(trees):
             output = engine.submit(other, seed=expected.seed, **options).result()
             assert_as_alone(output, expected)
             assert engine.stats.reused_tokens - before == len(other) - output.stats.prefill_tokens >= least
-        assert len(engine._rows.prefixes.kept) == 4  # the first one is the beginning of the second's text
 
 
-def test_prefixes_are_bounded():
-    with eagle_fsd.Engine(model(), max_tokens=200, prefixes=3) as engine:
-        for number in range(6):
-            engine.submit([number] * (10 + 8 * number), max_new_tokens=4).result()
-        kept = engine._rows.prefixes.kept
-        assert 1 <= len(kept) <= 3 and sum(len(each.tokens) for each in kept) <= 100
-        assert all(each.forwards.cache.capacity == len(each.tokens) for each in kept)
+@pytest.mark.parametrize(("most", "room", "found"), [(3, 2000, [3, 4, 5]), (6, 200, [4, 5]), (0, 2000, [])], ids=str)
+def test_prefixes_are_bounded(most, room, found):
+    """By their number, and by half of the engine's room: 13, 21, 29, 37, 45 and 53 positions are known."""
+    def prompt(number):
+        return [number] * (10 + 8 * number)
+
+    for again in range(6):
+        with eagle_fsd.Engine(model(), max_tokens=room, prefixes=most) as engine:
+            for number in (*range(6), again):
+                before = engine.stats.reused_tokens
+                engine.submit(prompt(number), max_new_tokens=4, text_drafts="off").result()
+            assert (engine.stats.reused_tokens - before > 0) == (again in found)
 
 
 # Room, queue and closing ------------------------------------------------------------------------------------------
@@ -261,6 +275,8 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
     with eagle_fsd.Engine(model(), max_tokens=130, max_rows=4) as engine:
         with pytest.raises(ValueError, match=r"12 tokens and max_new_tokens=107 need 119 positions, .* room for 118"):
             engine.submit(PROMPT, max_new_tokens=107)
+        with pytest.raises(ValueError, match="min_new_tokens must be at most 106, a row's share .*, got 150"):
+            engine.submit(PROMPT, max_new_tokens=200, min_new_tokens=150, fit=True)
         most, counts = [], (40, 40, 20, 90, 8)
         tickets = [engine.submit(PROMPT, max_new_tokens=count, seed=count, acceptance="exact",
                                  stopping_criteria=[lambda ids, scores: most.append(engine.rows) or False])
@@ -269,10 +285,9 @@ def test_what_never_fits_is_refused_and_what_does_not_fit_yet_waits():
             assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), max_new_tokens=count, seed=count,
                                                                 acceptance="exact", tree=TREE))
         assert max(most) == 2  # 2 * (12 + 40 + 12) <= 130 < 3 * (12 + 20 + 12)
-        cache = engine._rows.decoder.forwards.cache
-        assert cache.batch * cache.capacity <= 130
-    with eagle_fsd.Engine(model(), max_rows=4) as engine:  # as free memory says
-        assert engine._rows.positions == 4 * (model().target.max_positions + engine._rows.nodes)
+    with eagle_fsd.Engine(model(), max_rows=2) as engine:  # as free memory says, here all positions for both
+        whole = [engine.submit(PROMPT, max_new_tokens=1000, fit=True) for _ in range(2)]
+        assert [len(ticket.result().token_ids) for ticket in whole] == [128 - len(PROMPT)] * 2
 
 
 def test_a_chosen_tree_is_that_for_the_rows_of_the_moment():
@@ -320,17 +335,19 @@ def test_the_queue_has_an_end():
 
 
 def test_closing_finishes_what_was_submitted():
+    before = threading.active_count()
     engine = eagle_fsd.Engine(model(), max_rows=2)
     tickets = [engine.submit(PROMPT, max_new_tokens=10) for _ in range(5)]
     engine.close()
     assert all(ticket.done and ticket.result().finish_reason == "length" for ticket in tickets)
-    assert engine.closed and not engine._thread.is_alive()
+    assert engine.closed and threading.active_count() == before
     with pytest.raises(eagle_fsd.EngineClosed, match="it was closed"):
         engine.submit(PROMPT)
     engine.close()
 
 
 def test_closing_at_once():
+    before = threading.active_count()
     engine = eagle_fsd.Engine(model(), max_rows=1)
     first, go = blocked(engine)
     second = engine.submit(PROMPT)
@@ -340,7 +357,7 @@ def test_closing_at_once():
         second.result(30)
     go.set()
     closing.join(30)
-    assert not engine._thread.is_alive()
+    assert threading.active_count() == before
     assert first.result().finish_reason == "cancelled" and 1 <= len(first.result().token_ids) < 6
     assert engine.stats.finished == {"cancelled": 1, "error": 1}
 
@@ -429,22 +446,159 @@ def test_a_row_gone_wrong_leaves_nothing_behind(monkeypatch):
                                                             acceptance="exact", seed=0))
 
 
-def test_an_error_of_the_tokenizer_ends_its_own_request(monkeypatch):
-    pair, failing = tiny_pair(tokenizer=tiny_tokenizer()), []
+@dataclass(frozen=True)
+class Failing(FSD):
+    """A user's rule that fails where a row's target draws one of these tokens."""
+
+    tokens: frozenset = frozenset()
+    met: list = field(default_factory=list, compare=False)
+
+    def gate(self, nodes):
+        self.met.extend(nodes.exact[nodes.going].tolist())
+        if not self.tokens.isdisjoint(self.met[-int(nodes.going.sum()) :]):
+            raise ZeroDivisionError("no such luck")
+        return super().gate(nodes)
+
+
+@dataclass(frozen=True)
+class Weighted(FSD):
+    """A user's rule that cannot be compared with others."""
+
+    weights: torch.Tensor = field(kw_only=True)
+
+
+def test_an_error_of_a_rule_ends_its_own_request():
+    """Also where requests with an equal rule are decided together."""
+    options, met = {"max_new_tokens": 20, "text_drafts": "off", "tree": TREE, "seed": 0}, []
+    prompts = [PROMPT, PROMPT[:7], PROMPT[:9]]
+    for prompt in prompts:
+        rule = Failing(0.3, head_guard=None)
+        expected = eagle_fsd.generate(prompt, model(), acceptance=rule, **options)
+        met.append((set(rule.met), expected))
+    bad = next(at for at in range(3) if met[at][0] - set().union(*(met[other][0] for other in range(3) if other != at)))
+    own = met[bad][0] - set().union(*(met[other][0] for other in range(3) if other != bad))
+    rule, tickets = Failing(0.3, head_guard=None, tokens=frozenset(own)), []
+    engine = scheduled(model(), [[lambda engine: tickets.extend(
+        engine.submit(prompt, acceptance=rule, **options) for prompt in prompts)]])
+    assert engine.error is None and engine.stats.finished == {"error": 1, "length": 2}
+    for at, ticket in enumerate(tickets):
+        if at == bad:
+            with pytest.raises(ZeroDivisionError, match="no such luck"):
+                ticket.result()
+        else:
+            assert_as_alone(ticket.result(), met[at][1])
+    with pytest.raises(ZeroDivisionError):
+        eagle_fsd.generate(prompts, model(), acceptance=rule, **options)
+
+
+def test_rules_that_cannot_be_compared():
+    rules = [Weighted(0.3, weights=torch.ones(2)), Weighted(0.3, weights=torch.zeros(2))]
+    options, tickets = {"max_new_tokens": 12, "seed": 0}, []
+    engine = scheduled(model(), [[lambda engine: tickets.extend(
+        engine.submit(PROMPT, acceptance=rule, **options) for rule in rules)]])
+    assert engine.error is None
+    for ticket, rule in zip(tickets, rules, strict=True):
+        assert_as_alone(ticket.result(), eagle_fsd.generate(PROMPT, model(), acceptance=rule, tree=TREE, **options))
+
+
+@pytest.mark.parametrize("least", [1, 7], ids=["a piece", "the whole answer"])
+def test_an_error_of_the_tokenizer_ends_its_own_request(least, monkeypatch):
+    pair, failing, tickets = tiny_pair(tokenizer=tiny_tokenizer()), [], []
+    expected = eagle_fsd.generate(PROMPT[:5], pair, max_new_tokens=7, tree=TREE, seed=0)
     decode = pair.tokenizer.decode
 
     def broken(ids, **options):
-        if failing and len(ids) == 7:  # the whole answer
+        if failing and len(ids) >= least:
             failing.clear()
             raise RuntimeError("already borrowed")
         return decode(ids, **options)
 
     monkeypatch.setattr(pair.tokenizer, "decode", broken)
-    with eagle_fsd.Engine(pair) as engine:
-        failing.append(True)
-        with pytest.raises(RuntimeError, match="already borrowed"):
-            engine.submit(PROMPT, max_new_tokens=7).result()
-        assert engine.submit(PROMPT, max_new_tokens=7).result().finish_reason == "length"
+    engine = scheduled(pair, [[lambda engine: tickets.extend(engine.submit(
+        prompt, max_new_tokens=7, seed=0) for prompt in (PROMPT, PROMPT[:5])),
+        lambda engine: failing.append(True)]], tree=TREE)
+    assert engine.error is None
+    with pytest.raises(RuntimeError, match="already borrowed"):
+        tickets[0].result()
+    assert_as_alone(tickets[1].result(), expected)
+
+
+def test_memory_that_runs_out_ends_one_request(monkeypatch):
+    """In whichever allocation of a cache: the others get their text, those that come later too."""
+    pair, allocate, prompts = tiny_pair(), TreeCache._storage, [PROMPT, PROMPT[:7], PROMPT[:9]]
+    expected = [eagle_fsd.generate(prompt, pair, max_new_tokens=9, acceptance="exact", tree=TREE, seed=0)
+                for prompt in prompts]
+    failures = 0
+    for last in range(12):
+        calls, tickets = [], []
+
+        def scarce(*args, calls=calls, last=last):
+            calls.append(None)
+            if len(calls) == last + 1:
+                raise torch.OutOfMemoryError("out of memory")
+            return allocate(*args)
+
+        def submit(engine, tickets=tickets):
+            tickets.extend(engine.submit(prompt, max_new_tokens=9, acceptance="exact", seed=0) for prompt in prompts)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeCache, "_storage", scarce)
+            engine = scheduled(pair, [[submit]], max_rows=4, max_tokens=400, tree=TREE)
+        assert engine.error is None and engine.stats.finished.total() == 3
+        failed = engine.stats.finished["error"]
+        assert failed == (last < len(calls))
+        failures += failed
+        for ticket, alone in zip(tickets, expected, strict=True):
+            if failed and isinstance(ticket._output.exception(), torch.OutOfMemoryError):
+                failed -= 1
+            else:
+                assert_as_alone(ticket.result(), alone)
+    assert failures >= 8
+
+
+# What is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_nobody_holds_ends_with_its_requests():
+    pair, before = tiny_pair(), threading.active_count()
+    expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=9, tree=TREE, seed=0)
+    ticket = eagle_fsd.Engine(pair, tree=TREE).submit(PROMPT, max_new_tokens=9, seed=0)
+    assert_as_alone(ticket.result(30), expected)
+    for thread in threading.enumerate():
+        if thread.name == "eagle_fsd.Engine":
+            thread.join(30)
+    assert threading.active_count() == before
+    kept = weakref.ref(pair)
+    del pair
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("place", [("target", "verify"), ("target", "prefill"), ("draft", "predict")], ids=str)
+def test_errors_keep_neither_caches_nor_the_model(place, monkeypatch, caplog):
+    """Of the loop, and of a request; the user keeps both errors, which still say where they came from."""
+    caplog.set_level(logging.CRITICAL, "eagle_fsd")  # a record has the traceback too
+    made, new = weakref.WeakSet(), TreeCache.__init__
+    monkeypatch.setattr(TreeCache, "__init__", lambda self, *args: (made.add(self), new(self, *args))[1])
+    pair, part = tiny_pair(), place[0]
+
+    def broken(*args):
+        try:
+            raise KeyError("first")
+        except KeyError:
+            return 1 / 0
+
+    setattr(getattr(pair, part), place[1], broken)
+    engine = eagle_fsd.Engine(pair, max_tokens=400)
+    with pytest.raises(ZeroDivisionError) as failed:
+        engine.submit(PROMPT).result(30)
+    engine.close()
+    loop, request, kept = engine.error, failed.value, weakref.ref(pair)
+    assert (loop is None) == (place != ("target", "verify"))
+    assert "return 1 / 0" in "".join(traceback.format_exception(request)) or sys.version_info < (3, 11)
+    del engine, pair, failed
+    gc.collect()
+    assert not made and kept() is None and request is (loop or request)
 
 
 def test_an_error_of_the_loop_ends_all(monkeypatch):
@@ -457,7 +611,7 @@ def test_an_error_of_the_loop_ends_all(monkeypatch):
     for ticket in (first, *others):
         with pytest.raises(ZeroDivisionError):
             ticket.result(30)
-    engine._thread.join(30)
+    engine.close()
     with pytest.raises(eagle_fsd.EngineClosed, match="it has failed: ZeroDivisionError"):
         engine.submit(PROMPT)
     assert (engine.rows, engine.waiting) == (0, 0) and engine.stats.finished == {"error": 4}
@@ -469,7 +623,7 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join")], ids=readable)
+@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join"), (Decoder, "drop_finished")], ids=readable)
 def test_every_request_ends_whatever_fails(place, monkeypatch):
     """In the middle of what ends one of them."""
     monkeypatch.setattr(*place, raises(KeyError("a bug")))
@@ -486,6 +640,7 @@ def test_every_request_ends_whatever_fails(place, monkeypatch):
     ({"tree": eagle_fsd.TreeConfig(4, 2, 2), "threshold": 0.5}, ValueError, "tree of a fuzzy request must be"),
     ({"tree": eagle_fsd.TreeConfig(400, 20, 20)}, ValueError, "tree is too large here"),
     ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
+    ({"pool": ["mine"]}, TypeError, "pool must be a string or None, got \\['mine'\\]"),
 ], ids=readable)
 def test_bad_requests(options, error, message):
     with eagle_fsd.Engine(model()) as engine:
@@ -499,7 +654,8 @@ def test_bad_requests(options, error, message):
 
 def test_bad_engines():
     for options, message in (({"max_rows": 0}, "max_rows must be at least 1"),
-                             ({"max_tokens": 5}, "max_tokens must be at least 14"),):
+                             ({"max_tokens": 5}, "max_tokens must be at least 14"),
+                             ({"max_tokens": "1000"}, "max_tokens must be an int, got '1000'"),):
         with pytest.raises(ValueError, match=message):
             eagle_fsd.Engine(model(), **options)
 

@@ -1,5 +1,6 @@
 """The commands of evaluation, on tiny random pairs: methods, bookkeeping, records."""
 
+import copy
 import json
 import math
 import subprocess
@@ -15,8 +16,9 @@ import eagle_fsd
 from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import converse
+from eagle_fsd.decoding import timing
 from eagle_fsd.drafting.curves import WIDE_TREE
-from eagle_fsd.measure import comparison
+from eagle_fsd.measure import comparison, records
 from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
@@ -66,13 +68,13 @@ def test_later_turns_process_only_what_is_new_and_first_ones_all():
     assert first == again and first[0] == whole[0] and first[1] < whole[1]
 
 
-def test_the_baseline_leaves_out_what_our_engine_does_not_read(model, monkeypatch):
+def test_comparisons_leave_out_the_repetition_penalty_of_a_checkpoint(model, monkeypatch):
     """Many checkpoints have a repetition penalty."""
     expected = hf_generate(model)(PROMPT, 20).token_ids
     stock = model.target.model
     monkeypatch.setattr(stock.generation_config, "repetition_penalty", 1.5)
     penalised = stock.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0, len(PROMPT) :].tolist()
-    assert hf_generate(model)(PROMPT, 20).token_ids == expected != penalised
+    assert hf_generate(model)(PROMPT, 20).token_ids == engine(model)(PROMPT, 20).token_ids == expected != penalised
     assert stock.generation_config.repetition_penalty == 1.5
 
 
@@ -153,7 +155,7 @@ def test_cycles_are_observed_as_they_were_accepted(model):
 # eval.benchmark, eagle-fsd calibrate
 
 
-def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_model, tmp_path, capsys):
+def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_model, tmp_path, capsys, plots):
     out = tmp_path / "results" / "run"
     assert benchmark.main(["--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "0",
                            "--settings", "fsd 0.3", "--tree", "8,3,2", "--out", str(out)]) == 0
@@ -184,7 +186,7 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     for heading in page.partition("| method | ")[2].partition(" |\n")[0].split(" | "):
         assert heading.partition(" vs ")[0].partition("/answer")[0] in legend, heading
     assert "A lossless method has 100%" in legend
-    assert (tmp_path / "results" / "run.png").stat().st_size > 10_000
+    assert "exact" in plots["run.png"][0][1]
 
 
 def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch):
@@ -225,7 +227,8 @@ def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, 
     assert said in capsys.readouterr().err
 
 
-def test_calibrate_times_some_questions_and_answers_the_others_in_batches(chat_model, tmp_path, monkeypatch, capsys):
+def test_calibrate_times_some_questions_and_answers_the_others_in_batches(
+        chat_model, tmp_path, monkeypatch, capsys, plots):
     questions = [{"prompt": letter, "answer": "x"} for letter in "abcdefg"]
     words = ["calibrate", "--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8", "--tree",
              "8,3,2", "--settings", "fsd 0.5 head_guard=none", "--batch", "3", "--timed", "2", "--out",
@@ -249,7 +252,52 @@ def test_calibrate_times_some_questions_and_answers_the_others_in_batches(chat_m
     assert eagle_fsd_command([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0
     begun, stopped = map(json.loads, (tmp_path / "stopped.answers.jsonl").read_text().splitlines()[:2])
     assert stopped["turns"] == [first["turns"][0][:2]] and begun["stop"] == first["turns"][0][2:4]
-    assert (tmp_path / "q.png").stat().st_size > 10_000
+    assert "exact" in plots["q.png"][0][1]
+
+
+def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypatch, capsys):
+    """Whatever answers depend on; the message names what changed. Timings, grades and texts are kept as they are."""
+    words = ["calibrate", "--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--tree", "8,3,2",
+             "--settings", "fsd 0.3", "--out", str(tmp_path / "q")]
+    assert eagle_fsd_command(words) == 0
+    before = (tmp_path / "q.answers.jsonl").read_bytes()
+    assert eagle_fsd_command(words) == 0  # nothing changed, nothing is answered again
+    assert eagle_fsd_command([*words, "--points", "2"]) == 0  # of the recommendation alone
+    assert eagle_fsd_command([*words, "--limit", "2"]) == 0
+    for more, name in ((["--seed", "5"], "seed (was 0, now 5)"),
+                       (["--text-drafts", "off"], "text_drafts (was auto, now off)"),
+                       (["--batch", "2"], "batch (was 1, now 2)"), (["--run-code"], "run_code (was False, now True)"),
+                       (["--temperature", "1"], "temperature (was 0.0, now 1.0)"),
+                       (["--repeats", "2"], "repeats (was 1, now 2)"),
+                       (["--stop-after-code"], "stop (was None, now "), (["--tree", "4,2,2"], "tree (was TreeConfig"),
+                       (["--max-new-tokens", "5"], "max_new_tokens (was 4, now 5)")):
+        assert eagle_fsd_command([*words, *more]) == 2
+        assert f"was made with another {name}" in capsys.readouterr().err, name
+
+    def assert_refused(name):
+        assert eagle_fsd_command(words) == 2
+        assert f"was made with another {name} (" in capsys.readouterr().err, name
+
+    for change, name in (
+            (lambda: setattr(chat_model.tokenizer, "chat_template", "{{ messages[0].content }}"), "chat_template"),
+            (lambda: chat_model.tokenizer.add_tokens(["more"]), "vocabulary"),
+            (lambda: chat_model.draft.layers[0].mlp.up_proj.weight.data.mul_(2), "head"),
+            (lambda: chat_model.target.lm_head.weight.data.mul_(2), "target")):
+        weights = chat_model.target.lm_head.weight
+        saved = copy.deepcopy((chat_model.tokenizer, chat_model.draft.state_dict(), weights.data))
+        change()
+        assert_refused(name)
+        chat_model.tokenizer = saved[0]
+        chat_model.draft.load_state_dict(saved[1])
+        weights.data = saved[2]
+    for where, attribute, value, name in (
+            (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
+            (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
+            (chat_model.target.model.generation_config, "no_repeat_ngram_size", 3, "generation_config")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, attribute, value)
+            assert_refused(name)
+    assert eagle_fsd_command(words) == 0 and (tmp_path / "q.answers.jsonl").read_bytes() == before
 
 
 def test_calibrate_with_several_seeds(chat_model, tmp_path, capsys):
@@ -394,7 +442,7 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
 
 
 def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, monkeypatch):
-    answers = {"rev-parse": "abc1234\n", "status": ""}
+    answers = {"ls-files": "eagle_fsd/__init__.py\n", "rev-parse": "abc1234\n", "status": ""}
     monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, answers[words[1]]))
     assert environment()["clean"] and environment()["commit"] == "abc1234"
     answers["status"] = " M eagle_fsd/api.py\n"
@@ -402,3 +450,22 @@ def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, 
     assert "NOT A CLEAN COMMIT" in write_record(tmp_path / "x", {}, "text")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
     assert environment()["commit"] == "unknown" and not environment()["clean"]
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_package_in_a_repository_of_its_user_is_not_of_that_repositorys_commit(tmp_path, monkeypatch, tracked):
+    """Unless the repository tracks the package's files."""
+    package = tmp_path / "venv" / "site-packages" / "eagle_fsd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "theirs.py").touch()
+    for words in (["init", "-q"], ["add", "." if tracked else "theirs.py"],
+                  ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "Begin"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(records, "ROOT", package.parent)
+    found = environment()
+    assert (found["commit"] is None) != tracked and found["clean"] == tracked
+    assert found["eagle_fsd"] == eagle_fsd.__version__
+    page = write_record(tmp_path / "x", {}, "text")
+    assert f"by eagle_fsd {eagle_fsd.__version__}, " in page and "NOT A CLEAN" not in page
+    assert (", commit " in page) == tracked

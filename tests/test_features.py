@@ -81,8 +81,20 @@ def test_other_data_or_another_target_is_refused(target, tmp_path):
     write(target, tmp_path)
     with pytest.raises(ValueError, match="another dataset"):
         OfflineFeatures(tmp_path, documents(seed=1))
-    with pytest.raises(ValueError, match="another dataset, target, dtype or quantisation"):
+    with pytest.raises(ValueError, match=r"another target \(was Llama"):
         write(TargetModel(tiny_target("llama", seed=5, attention="sdpa")), tmp_path)
+    scaled = tiny_target("llama", attention="sdpa", rms_norm_eps=1e-3)
+    with pytest.raises(ValueError, match=r"another target \(was Llama"):  # the same weights
+        write(TargetModel(scaled), tmp_path)
+    with pytest.raises(ValueError, match=r"another dtype \(was torch.float32, now torch.bfloat16\)"):
+        write(TargetModel(tiny_target("llama", attention="sdpa").bfloat16()), tmp_path)
+    other = TargetModel(tiny_target("llama", attention="sdpa"))
+    other.layers = (1,)
+    with pytest.raises(ValueError, match=r"another feature_size \(was 16, now 32\), layers"):
+        write(other, tmp_path)
+    with pytest.raises(ValueError, match=r"another dataset \(was "):
+        write(target, tmp_path, documents(seed=1))
+    write(target, tmp_path, shard_tokens=30)  # the shards that exist are kept
     with pytest.raises(ValueError, match="has no features"):
         OfflineFeatures(tmp_path / "nothing", documents())
 
@@ -121,4 +133,4 @@ def test_features_in_int8_are_near_and_not_mixed_with_others(family, tmp_path, m
     near = torch.nn.functional.cosine_similarity(*found, dim=-1)
     assert near.min() > 0.95 and not torch.equal(*found)
     monkeypatch.setattr(sys, "argv", [*words, f"{tmp_path}/plain", "--quantization", "int8"])
-    assert main() == 2 and "another dataset, target, dtype or quantisation" in capsys.readouterr().err
+    assert main() == 2 and "another weights (was None, now int8)" in capsys.readouterr().err

@@ -5,15 +5,19 @@ import json
 import logging
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
+from subprocess import DEVNULL, PIPE, Popen
+from urllib.request import Request, urlopen
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import HIDDEN, NAMED, PROMPT, VOCAB, random_head, small_model, tiny_head, tiny_target
-from transformers import AutoTokenizer
+from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, random_head, small_model, tiny_head, tiny_target
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
@@ -24,57 +28,11 @@ from eagle_fsd.heads.export import export_head
 from eval.llama_server import draft_type
 
 gguf = pytest.importorskip("gguf")
+from gguf_files import permuted, write  # noqa: E402  (they need gguf)
 
 LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
          "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-
-
-def permuted(weight, heads):
-    """The rows of q and k as llama.cpp keeps them."""
-    return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write(path, target, *, architecture="llama", tokens=True, names=(), **fields):
-    """The target's weights as a GGUF file.
-
-    Args:
-        names: of the last tokens, which are control tokens then.
-        fields: further ones, by the writer's names for them, such as eot_token_id.
-    """
-    config, state = target.config, target.state_dict()
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(VOCAB)
-    if tokens:
-        writer.add_tokenizer_model("gpt2")
-        others = [f"<{number}>" for number in range(VOCAB - 28 - len(names))]
-        writer.add_token_list([*"abcdefghijklmnopqrstuvwxyz", "ab", "cd", *others, *names])
-        writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - len(names)) + [gguf.TokenType.CONTROL] * len(names))
-        writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads a list of one as its entry
-        fields = {"eos_token_id": VOCAB - 1, "bos_token_id": VOCAB - 2} | fields
-        for name, value in fields.items():
-            getattr(writer, f"add_{name}")(value)
-    renamed = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    for number in range(config.num_hidden_layers):
-        renamed |= {f"blk.{number}.{ours}": f"model.layers.{number}.{theirs}" for ours, theirs in LAYER.items()}
-    for ours, theirs in renamed.items():
-        weight = state[f"{theirs}.weight"].float()
-        if ours.endswith(("attn_q", "attn_k")):
-            weight = permuted(weight, config.num_attention_heads if ours.endswith("q") else config.num_key_value_heads)
-        writer.add_tensor(f"{ours}.weight", np.ascontiguousarray(weight.numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -122,14 +80,14 @@ def test_one_drafts_for_another(target, tmp_path):
 def test_damaged_and_unknown_files_are_refused(target, tmp_path, cache):
     good = write(tmp_path / "tiny.gguf", target).read_bytes()
     for name, content, message in (
-        ("empty", b"", "is no GGUF file"), ("head", b"GGUF", "cannot be read as a causal LM"),
-        ("short", good[:-2000], "cannot be read as a causal LM"),
+        ("empty", b"", "is no GGUF file"), ("head", b"GGUF", "cannot be loaded: head.gguf is damaged"),
+        ("short", good[:-2000], "cannot be loaded: short.gguf is damaged"),
     ):
         (tmp_path / f"{name}.gguf").write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}.gguf {message}"):
             target_source(tmp_path / f"{name}.gguf")
-    with pytest.raises(ValueError, match="of an architecture unknown to transformers"):
-        target_source(write(tmp_path / "odd.gguf", target, architecture="oddity"))
+    with pytest.raises(ValueError, match="its architecture is 'gptj'; accepted: llama, qwen2, "):
+        target_source(write(tmp_path / "odd.gguf", target, architecture="gptj"))
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
         target_source(write(tmp_path / "mute.gguf", target, tokens=False))
     assert not list(cache.glob("*"))
@@ -188,6 +146,153 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
     assert main(["cache", "--clear", "gguf"]) == 0
     assert f"{third.name}  removed" in capsys.readouterr().out and not list(cache.iterdir())
 
+# What a file says about the model --------------------------------------------------------------------------
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+YARN = PLAIN | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LINEAR = PLAIN | {"rope_type": "linear", "factor": 8.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+LONG = PLAIN | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0],
+                "original_max_position_embeddings": 64, "attention_factor": 1.25, "partial_rotary_factor": 1.0}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "tie_word_embeddings": True}
+LOCAL = {"rope_type": "default", "rope_theta": 50.0}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5}
+WINDOW = {"attention.sliding_window": 6}
+# architecture, model_type, the model's numbers; those of the file that the config of another model does not have
+FILES = {
+    "llama": ("llama", "llama", {"head_dim": 8, "rms_norm_eps": 1e-2, "rope_parameters": PLAIN}, {}),
+    "llama tied": ("llama", "llama", {"tie_word_embeddings": True, "rope_parameters": PLAIN}, {}),
+    "llama biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": PLAIN}, {}),
+    "llama linear": ("llama", "llama", {"rope_parameters": LINEAR}, {}),
+    "llama yarn": ("llama", "llama", {"rope_parameters": YARN | {"beta_fast": 16.0}},
+                   {"rope.scaling.yarn_beta_fast": 16.0}),
+    "llama 3": ("llama", "llama", {"head_dim": 16, "rope_parameters": LLAMA3}, {}),
+    "mistral": ("llama", "mistral", {"sliding_window": None, "rope_parameters": PLAIN}, {}),
+    "qwen2": ("qwen2", "qwen2", {"rope_parameters": YARN}, {}),
+    "qwen2moe": ("qwen2moe", "qwen2_moe", MOE | {"shared_expert_intermediate_size": 20, "rope_parameters": PLAIN},
+                 {"expert_shared_feed_forward_length": 20}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 8, "rope_parameters": PLAIN}, {}),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", MOE | {"head_dim": 8, "norm_topk_prob": True, "rope_parameters": PLAIN}, {}),
+    "gemma2": ("gemma2", "gemma2", GEMMA | CAPS | {"rope_parameters": PLAIN}, CAPS | WINDOW),
+    "gemma3": ("gemma3", "gemma3_text", GEMMA | {
+        "num_hidden_layers": 7, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL}},
+        WINDOW | {"rope.freq_base_swa": 50.0}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 6, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, WINDOW),
+    "phi3 long": ("phi3", "phi3", {
+        "sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 64},
+                  {"rope.scaling.attn_factor": 1.25}),
+    "starcoder2": ("starcoder2", "starcoder2", {"norm_epsilon": 1e-2, "rope_parameters": PLAIN}, {}),
+    "stablelm": ("stablelm", "stablelm", {
+        "layer_norm_eps": 1e-2, "use_qkv_bias": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, {}),
+    "stablelm parallel": ("stablelm", "stablelm", {
+        "use_parallel_residual": True, "rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}}, {}),
+    "nemotron": ("nemotron", "nemotron", {
+        "norm_eps": 1e-2, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, {}),
+    "falcon": ("falcon", "falcon", {"ffn_hidden_size": 24, "layer_norm_epsilon": 1e-2, "rope_parameters": PLAIN}, {}),
+    "gpt2": ("gpt2", "gpt2", {"n_inner": 24, "layer_norm_epsilon": 1e-2}, {}),
+    "minimax-m2": ("minimax-m2", "minimax_m2", {
+        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}, {"expert_gating_func": 2}),
+}
+
+
+def noisy(family, **options):
+    """A random model whose norms and biases count."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SIZES | options))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", FILES)
+@torch.no_grad()
+def test_the_model_of_a_file_computes_what_the_one_it_was_written_from_does(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("eagle_fsd.data.gguf.DTYPE", torch.float32)
+    architecture, family, options, numbers = FILES[name]
+    model = noisy(family, **options)
+    file = write(tmp_path / "tiny.gguf", model, architecture=architecture, numbers=numbers)
+    loaded = AutoModelForCausalLM.from_pretrained(dequantised(file), attn_implementation="eager")
+    text = torch.tensor([[(7 * number + 3) % VOCAB for number in range(80)]])
+    torch.testing.assert_close(loaded(text).logits, model(text).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="the package xllamacpp is not installed")
+@pytest.mark.parametrize("name", [name for name in FILES if name != "phi3"])  # llama.cpp computes no window for Phi-3
+@torch.no_grad()
+def test_llama_cpp_computes_the_same_from_a_file(tmp_path, name):
+    architecture, family, options, numbers = FILES[name]
+    model, text = noisy(family, **options), [(7 * number + 3) % VOCAB for number in range(80)]
+    file = write(tmp_path / "tiny.gguf", model, architecture=architecture, numbers=numbers)
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    body = {"prompt": text, "n_predict": 1, "n_probs": VOCAB, "temperature": 0}
+    request = Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode())
+    command = [sys.executable, "-m", "eval.llama_server", file, "--port", str(port), "--threads", "1"]
+    with Popen(command, stdout=PIPE, stderr=DEVNULL, text=True, cwd=Path(__file__).parent.parent) as server:
+        try:
+            assert any("llama.cpp serves" in line for line in server.stdout), "it does not load the file"
+            (answer,) = json.load(urlopen(request, timeout=60))["completion_probabilities"]
+        finally:
+            server.kill()
+    found = torch.tensor([logprob for _, logprob in sorted((x["id"], x["logprob"]) for x in answer["top_logprobs"])])
+    torch.testing.assert_close(found, model(torch.tensor([text])).logits[0, -1].log_softmax(-1), rtol=0, atol=0.03)
+
+
+def written(path, family="llama", architecture="llama", numbers=None, without=(), **options):
+    """A file of a random model, without some tensors."""
+    model = noisy(family, **options)
+    for name in without:
+        part, _, kind = name.rpartition(".")
+        delattr(model.get_submodule(part), kind)
+    return write(path, model, architecture=architecture, numbers=numbers)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"without": ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]},
+     r"tiny.gguf cannot be loaded: it lacks weights: model.layers.1.mlp.up_proj.weight, model.norm.weight$"),
+    ({"without": ["model.embed_tokens.weight"]}, "it lacks weights: token_embd.weight"),
+    ({"family": "qwen3", "architecture": "qwen3", "attention_bias": True},  # transformers leaves them out
+     r"it has [\d,]+ weights, and Qwen3ForCausalLM [\d,]+$"),
+    ({"numbers": {"attention.scale": 2.0, "logit_scale": 0.5}},
+     "what these change cannot be expressed: llama.attention.scale = 2.0, llama.logit_scale = 0.5"),
+    ({"numbers": {"attention.causal": False}}, "its llama.attention.causal is False; accepted: True"),
+    ({"numbers": {"expert_count": 8}}, "its llama.expert_count is 8; accepted: 0"),
+    ({"numbers": {"rope.scaling.type": "longrope"}}, "a scaling of type 'longrope'; accepted: none, linear, yarn"),
+    ({"numbers": {"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5}}, "yarn_ext_factor = 0.5"),
+    ({"family": "qwen2", "architecture": "qwen2", "rope_parameters": LLAMA3},  # which llama.cpp reads for Llama only
+     "what these change cannot be expressed: rope_freqs.weight"),
+    ({"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}, "head_dim": 16}, "no scaling of Llama 3's kind"),
+])
+def test_a_file_that_would_compute_something_else_is_refused(tmp_path, cache, options, message):
+    file = written(tmp_path / "tiny.gguf", **options)
+    with pytest.raises(ValueError, match=message):
+        dequantised(file)
+    assert not list(cache.iterdir())
+
+
+def test_the_shards_of_a_file_load_together(target, tmp_path, cache):
+    whole = dequantised(write(tmp_path / "tiny.gguf", target))
+    first, last = (write(tmp_path / f"tiny-0000{number + 1}-of-00002.gguf", target, split=(number, 2))
+                   for number in (0, 1))
+    folder = dequantised(first)
+    assert dequantised(last) == folder != whole
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    last.unlink()
+    with pytest.raises(ValueError, match="one of 2 shards, and beside it are not: tiny-00002-of-00002.gguf"):
+        dequantised(first)
+    with pytest.raises(ValueError, match="alone.gguf cannot be loaded: it is shard 1 of 2, but its name does not end"):
+        dequantised(first.rename(tmp_path / "alone.gguf"))
+    assert {path.name for path in cache.iterdir()} == {whole.name, folder.name}
+
 
 # EAGLE-3 heads for llama.cpp --------------------------------------------------------------------------------
 
@@ -195,8 +300,6 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
 HEAD = {f"blk.0.{ours}": f"layers.0.{theirs}" for ours, theirs in LAYER.items()} | {
     "fc": "fc", "output_norm": "norm", "output": "lm_head", "token_embd": "embed_tokens",
     "blk.0.attn_norm_2": "layers.0.hidden_norm", "enc.output_norm": "input_norm"}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +370,7 @@ def test_the_command_writes_bfloat16(deep, tmp_path, capsys):
     (lambda: random_head(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), "is of type 'yarn'; accepted: default"),
     (lambda: random_head(vocab_size=40), "vocabulary: head 40, target 32"),
     (lambda: random_head(target_hidden_size=32), "hidden size: head 32, target 16"),
-    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 8]), "from 0 to 7, the target's last"),
+    (lambda: random_head(eagle_aux_hidden_state_layer_ids=[0, 1, 8]), "the output of the target's last layer"),
 ])
 def test_what_llama_cpp_cannot_compute_is_refused(deep, tmp_path, make, message):
     save_head(make(), tmp_path / "head")

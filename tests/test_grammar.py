@@ -140,23 +140,36 @@ def test_bad_formats(pair, wanted, error, said):
 
 
 def test_what_it_cannot_go_with(pair):
-    with pytest.raises(ValueError, match="leave out ignore_eos and min_new_tokens"):
+    with pytest.raises(ValueError, match="leave out ignore_eos$"):
         generate(pair, PERSON, ignore_eos=True)
     with pytest.raises(ValueError, match="an end token"):
         generate(tiny_chat_pair(), PERSON)
 
 
+def test_in_the_targets_own_generate_and_with_other_end_tokens(pair):
+    prompt = pair.tokenizer("Once upon a time", return_tensors="pt")
+    plain, eos = generate(pair, PERSON), pair.target.model.generation_config.eos_token_id
+    sequences = pair.target.model.generate(
+        **prompt, max_new_tokens=150, do_sample=False, custom_generate=eagle_fsd.custom_generate, draft=pair.draft,
+        response_format=PERSON, text_tokenizer=pair.tokenizer)
+    assert sequences[0, prompt["input_ids"].shape[1] :].tolist() == plain.token_ids
+    other = next(token for token in range(2000) if token != eos and token not in plain.token_ids)
+    found = generate(pair, PERSON, eos_token_id=other)
+    assert found.finish_reason == "eos" and found.token_ids[-1] == other
+    check_person(pair.tokenizer.decode(found.token_ids[:-1]))
+
+
 def test_one_that_grows_too_complex_ends_its_own_request(pair, monkeypatch):
     """After the first token: no other request ends with it."""
+    mask = Grammar.__call__
+
+    def broken_mask(grammar, ids, scores):
+        if ids.shape[1] > grammar.start:
+            grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
+        return mask(grammar, ids, scores)
+
+    monkeypatch.setattr(Grammar, "__call__", broken_mask)
     with eagle_fsd.Engine(pair) as engine:
-        make = engine._rows.begin
-
-        def begin(request):
-            if request.grammar is not None:
-                request.grammar._matcher.consume_token(0)  # an error that stays, as one of a limit does
-            make(request)
-
-        monkeypatch.setattr(engine._rows, "begin", begin)
         broken, other = (engine.submit("Once", response_format=wanted, max_new_tokens=20) for wanted in (PERSON, None))
         with pytest.raises(ValueError, match="response_format cannot go on"):
             broken.result()

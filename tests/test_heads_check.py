@@ -11,9 +11,10 @@ import torch
 from served import SMALL
 from test_prepare_data import chat, rows
 from tiny import NAMED, random_head, save_pair, tiny_target, tiny_trainable_pair
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import eagle_fsd
-from eagle_fsd import EagleModel
+from eagle_fsd import EagleModel, load_head, save_head
 from eagle_fsd.cli import main
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset
@@ -23,6 +24,7 @@ from eagle_fsd.measure import diagnosis
 from eagle_fsd.measure.diagnosis import (
     GOOD,
     Findings,
+    OtherConfig,
     answer_questions,
     check_pair,
     examine,
@@ -41,6 +43,17 @@ def findings(**changes):
     return Findings(**fine | changes)
 
 
+def other(fields, agreed, squares=16.0):
+    return OtherConfig(fields, "somebody does", agreed * torch.ones(5), squares)
+
+
+@pytest.mark.parametrize("chance", [other({}, 61), other({}, 63, 36.0)], ids=["small", "noise"])
+def test_a_config_that_gains_little_is_not_named(chance):
+    assert verdicts(findings(agreed=60 * torch.ones(5), others=[chance]), False) == verdicts(
+        findings(agreed=60 * torch.ones(5)), False)
+    assert "config.json" in verdicts(findings(agreed=60 * torch.ones(5), others=[other({}, 63)]), False)[0]
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     ({"tokens": 99, "shifted": torch.tensor([60.0, 80, 20])}, "99 tokens are too few for a verdict"),
     ({"with_header": 7}, "2 of 9 documents lack the target's chat template"),
@@ -49,7 +62,10 @@ def findings(**changes):
     ({"shifted": torch.tensor([60.0, 20, 80])}, "off by one"),
     ({"lengths": 300.0}, "3.00 times as long"),
     ({"agreed": 60 * torch.tensor([0.3, 0.4, 0.5, 0.6, 0.6])}, r"reads its own predictions \(0.36\) than .* \(0.18\)"),
-    ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
+    ({"agreed": 3 * torch.ones(5), "others": [other({"rope_theta": 1e4}, 20), other({}, 9.9)]},
+     r'more often \(0.20 .* 0.20\) with {"rope_theta": 10000.0} in its config.json: somebody does'),
+    ({"agreed": 3 * torch.ones(5), "lengths": 300.0, "others": [other({}, 9.9)],
+      "shifted": torch.tensor([3.0, 8, 8])}, "hardly ever"),
     ({"covered": 80}, "cannot draft 20.0% of the tokens"),
     ({"agreed": 60 * torch.tensor(GOOD), "lengths": 49.0}, r"positions \[1, 2, 3, 4, 5\]: train longer, on"),
     ({"agreed": torch.tensor([68.0, 59, 54, 30, 30])}, r"positions \[4, 5\]: train longer, then with aligned"),
@@ -99,6 +115,36 @@ def test_agreement_is_that_of_training(model, eagle3):
             expected += loss(pair.target.features(tokens, use_cache=False), tokens, learned)[1]
     found = examine(pair, documents)
     assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
+
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}  # as ModelOpt exports it
+
+
+@pytest.mark.parametrize(("eagle3", "config", "expected"), [
+    (False, {"rope_theta": 1e4}, []),
+    (False, {"rope_theta": 1e6}, [{"rope_theta": 1e4}]),
+    (True, {"rope_theta": 1e4, "rope_scaling": YARN}, [{"rope_scaling": None}, {"use_last_layernorm": False}]),
+    (True, {"rope_theta": 5e5, "rope_scaling": YARN, "norm_output": True},
+     [{"rope_scaling": None}, {"rope_theta": 1e4}, {"rope_theta": 1e4, "rope_scaling": None}, {"norm_output": False}]),
+    (True, {"rope_theta": 1e4, "use_last_layernorm": False}, []),
+])
+def test_other_configs_are_those_of_the_file(model, tmp_path, eagle3, config, expected):
+    """What they are said to agree with is what the head agrees with once config.json has these fields."""
+    target = EagleModel.from_parts(tiny_target(num_hidden_layers=7), None, model.tokenizer).target
+    documents, _ = encode_dataset(rows(chat("ab", "abc de f"), chat("cd", "gh i jkl")), model.tokenizer, max_length=64)
+    save_head(random_head() if eagle3 else model.draft, tmp_path)
+
+    def found(fields):
+        path = tmp_path / "config.json"
+        old = json.loads(path.read_text())
+        old.pop("rope_parameters", None)
+        path.write_text(json.dumps(old | fields))
+        return examine(EagleModel.from_parts(target.model, load_head(tmp_path), model.tokenizer), documents)
+
+    others = found(config).others
+    assert [other.fields for other in others] == expected
+    for other in others:
+        assert torch.equal(found(config | other.fields).agreed, other.agreed)
 
 
 def test_a_text_is_split_at_the_targets_positions_and_needs_no_chat_template(model, tmp_path):
@@ -198,8 +244,18 @@ def halves_changed(head):
     head.fc.weight.copy_(torch.cat(head.fc.weight.chunk(2, 1)[::-1], 1))
 
 
+def rotated(small, **rope) -> DraftHead:
+    """The head, which has learned with a rope_theta of 10000, under another rotary embedding."""
+    head = copy.deepcopy(small[0].draft)
+    head.config.rope_parameters |= rope
+    head.rotary_emb = LlamaRotaryEmbedding(head.config)
+    return head
+
+
 @pytest.mark.parametrize(("made", "said"), [
     (lambda small: small[0].draft, None),
+    (lambda small: rotated(small, **YARN), '{"rope_scaling": null} in its config.json: ModelOpt exports'),
+    (lambda small: rotated(small, rope_theta=1e6), '{"rope_theta": 10000.0} in its config.json: AngelSlim'),
     (lambda small: trained(small, 6), "train longer, on more"),
     (lambda small: trained(small, 12), "train longer, then with"),
     (lambda small: trained(small, 36, shift=1), "off by one"),
@@ -210,7 +266,8 @@ def halves_changed(head):
     (lambda small: published(small, halves_changed), "hardly ever agrees"),
     (lambda small: trained(small, 0), "hardly ever agrees"),
     (lambda small: published(small, lambda head: head.limit_vocabulary(torch.arange(300))), "cannot draft"),
-], ids=["good", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new", "vocabulary"])
+], ids=["good", "yarn", "theta", "6 steps", "12 steps", "off by one", "longer", "shorter", "fc", "mlp", "halves", "new",
+        "vocabulary"])
 def test_heads_that_are_damaged_and_heads_that_are_young(small, made, said):
     """Each is told what is the matter with it, and nothing else."""
     pair, documents = small[:2]

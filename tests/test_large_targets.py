@@ -135,15 +135,15 @@ def test_quantised_targets_run_in_bfloat16(wide, method):
 
 
 def test_only_quantised_targets_may_differ(monkeypatch, caplog):
-    target = tiny_target(attention="sdpa")
+    target, other = tiny_target(attention="sdpa"), tiny_target(attention="sdpa")
     stock = TargetModel.logits
     monkeypatch.setattr(TargetModel, "logits", lambda self, features: stock(self, features) * 1.01)
     with pytest.raises(ValueError, match="is not supported: its logits"):
         TargetModel(target)
     assert not caplog.text
-    target.is_quantized = True
+    target.is_quantized = other.is_quantized = True
     TargetModel(target)
     assert "its logits depend on the other tokens of a forward, by up to 1.0% of the largest" in caplog.text
     monkeypatch.setattr(TargetModel, "logits", lambda self, features: stock(self, features) * 1.1)
     with pytest.raises(ValueError, match="is not supported: its logits"):
-        TargetModel(target)
+        TargetModel(other)

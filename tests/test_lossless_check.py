@@ -36,6 +36,13 @@ def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
 
 
+def test_questions_of_two_files_with_the_same_ids_are_all_tried(place, tmp_path, capsys):
+    (tmp_path / "more.jsonl").write_text((place / "prompts.jsonl").read_text().replace('"prompt": "', '"prompt": "h'))
+    both = ("--questions", str(place / "prompts.jsonl"), str(tmp_path / "more.jsonl"))
+    assert check(place, *both, "--samples", "0") == 0
+    assert "12 of 12 answers equal" in capsys.readouterr().out
+
+
 def test_a_checkpoint_in_16_bits_is_compared_in_float32(place, capsys):
     """As the pair computes it, by default on a CPU. In bfloat16 `model.generate` writes other tokens."""
     half = shutil.copytree(place / "target", place / "half")

@@ -1,16 +1,17 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
-from tiny import save_pair
+from tiny import save_pair, tiny_chat_pair
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.questions import Question, read_questions
 from eval import mt_bench
 from eval.mt_bench import MtBenchArguments, run, temperature_of
-from eval.speed import read_answers, speed, speed_rows
+from eval.speed import by_question, read_answers, speed, speed_rows
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -69,7 +70,7 @@ def test_both_turns_are_answered_in_fastchats_format(place, capsys):
 def test_a_stopped_run_answers_only_what_is_missing(place, monkeypatch):
     run(options(place, "cut.jsonl", "--setting", "exact"))
     path = place / "cut.jsonl"
-    whole = read_answers(path)
+    whole = parse_as_fastchat(path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + lines[2] + lines[1][:30])  # question 82 was being written
     asked = []
@@ -83,13 +84,36 @@ def test_a_stopped_run_answers_only_what_is_missing(place, monkeypatch):
 
 def test_other_settings_do_not_continue_a_file(place):
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "1"))
-    for more in (("--setting", "fsd 0.3"), ("--setting", "fsd 0.2", "--attn-implementation", "eager"),
-                 ("--setting", "fsd 0.2", "--tree", "8,3,2"), ("--baseline",)):
-        with pytest.raises(ValueError, match="answers with other settings"):
+    for more, name in ((("--setting", "fsd 0.3"), "setting"), (("--baseline",), "setting"),
+                       (("--setting", "fsd 0.2", "--attn-implementation", "eager"), "attn_implementation"),
+                       (("--setting", "fsd 0.2", "--tree", "8,3,2"), "tree")):
+        with pytest.raises(ValueError, match=rf"fsd.jsonl was made with another {name} \("):
             run(options(place, "fsd.jsonl", *more))
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "2"))
     run(options(place, "fsd.jsonl", "--setting", "fsd 0.2", "--limit", "1"))
-    assert list(read_answers(place / "fsd.jsonl")) == [81, 82]  # what is not asked now is kept
+    assert list(parse_as_fastchat(place / "fsd.jsonl")) == [82, 81]  # what is not asked now is kept
+
+
+def test_another_pair_or_question_of_the_same_name_does_not_continue_a_file(place, tmp_path):
+    for name in ("target", "head"):
+        shutil.copytree(place / name, tmp_path / name)
+    questions = tmp_path / "questions.jsonl"
+    shutil.copy(place / "questions.jsonl", questions)
+    run(options(tmp_path, "a.jsonl"))
+    edited = [*QUESTIONS[:2], {**QUESTIONS[2], "turns": ["another"]}]
+    for records in (edited, [{**each, "category": "x"} for each in QUESTIONS]):  # or another file with the same ids
+        questions.write_text("\n".join(map(json.dumps, records)))
+        run(options(tmp_path, "a.jsonl"))
+    assert [record["question_id"] for record in read_answers(tmp_path / "a.jsonl")] == [83, 81, 82, 83, 81, 82, 83]
+    assert speed([tmp_path / "a.jsonl", shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")]).count(" 7 |") == 1
+    foreign = [{key: value for key, value in record.items() if key != "asked"}
+               for record in read_answers(tmp_path / "a.jsonl")]
+    (tmp_path / "foreign.jsonl").write_text("\n".join(map(json.dumps, foreign)) + "\n")
+    with pytest.raises(ValueError, match="has two answers to question 83"):
+        speed([tmp_path / "a.jsonl", tmp_path / "foreign.jsonl"])
+    save_pair(tmp_path, tiny_chat_pair(seed=5))
+    with pytest.raises(ValueError, match=r"a.jsonl was made with another target \("):
+        run(options(tmp_path, "a.jsonl"))
 
 
 @pytest.mark.parametrize("note", [None, '{"settings": 3}'])
@@ -108,8 +132,8 @@ def test_answers_of_unknown_settings_are_not_continued(place, note):
 def test_sampling_follows_the_category_and_the_seed(place):
     for name in ("a.jsonl", "b.jsonl"):
         run(options(place, name, "--setting", "exact", "--temperature", "category"))
-    texts = [[r["choices"][0]["turns"] for r in read_answers(place / n).values()] for n in ("a.jsonl", "b.jsonl")]
-    greedy = [r["choices"][0]["turns"] for r in read_answers(place / "exact.jsonl").values()]
+    texts = [[r["choices"][0]["turns"] for r in read_answers(place / n)] for n in ("a.jsonl", "b.jsonl")]
+    greedy = [r["choices"][0]["turns"] for r in read_answers(place / "exact.jsonl")]
     assert texts[0] == texts[1] and texts[0][1:] == greedy[1:]  # only writing is sampled
     assert temperature_of(Question(1, "roleplay", ("x",)), "category") == 0.7
     assert temperature_of(Question(1, "humanities", ("x",)), "category") == 0.1
@@ -213,24 +237,24 @@ def stored_answers(folder, method=None, baseline=None):
     return [folder / "fast.jsonl", folder / "plain.jsonl"]
 
 
-def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, monkeypatch, caplog, capsys):
+def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, monkeypatch, caplog, capsys, plots):
     paths = stored_answers(tmp_path, {}, {})
     monkeypatch.chdir(tmp_path)
     words = ["--answers", *(path.name for path in paths), "--out", "out"]
     assert mt_bench.main(words) == 0
     record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"] == speed_rows({path.name: read_answers(path) for path in paths})
+    assert record["rows"] == speed_rows(by_question({path.name: read_answers(path) for path in paths}))
     assert record["answers"]["fast.jsonl"]["environment"]["command"] == "made fast"
     assert record["rows"]["all"][0]["speedup"] == pytest.approx(2) and record["rows"]["all"][0]["same"] == 1
     page = (tmp_path / "out.md").read_text()
-    assert "- plain.jsonl: `made plain` at abc\n" in page and not caplog.text  # older notes do not name the pair
+    assert "- plain.jsonl: `made plain` by commit abc\n" in page and not caplog.text  # older notes do not name the pair
     row = "| all | fast | 4 | 200.0 | 2.00x | 0.50 |"
     assert row in page and row in capsys.readouterr().out and "- **tau**: tokens emitted per forward" in page
-    assert (tmp_path / "out.png").stat().st_size > 5_000
+    assert plots["out.png"]
     note = tmp_path / "fast.meta.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "names": {"target": "T (1 B)", "head": "H (1 M)"}}))
     assert mt_bench.main(words) == 0
-    assert "`made fast` at abc; target T (1 B), head H (1 M)\n" in (tmp_path / "out.md").read_text()
+    assert "`made fast` by commit abc; target T (1 B), head H (1 M)\n" in (tmp_path / "out.md").read_text()
 
 
 def test_runs_with_other_limits_are_not_compared(tmp_path, caplog):

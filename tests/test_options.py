@@ -50,7 +50,10 @@ BAD = [
     ("stop_token_ids", "ab", TypeError, "a sequence of token ids"),
     ("stop_token_ids", ["a"], TypeError, "an int"),
     ("stop_token_ids", [True], TypeError, "an int, got True"),
-    ("stop_token_ids", [VOCAB], ValueError, f"token id {VOCAB}"),
+    ("stop_token_ids", [VOCAB], ValueError, f"stop_token_ids has token id {VOCAB}"),
+    ("eos_token_id", [VOCAB], ValueError, f"eos_token_id has token id {VOCAB}"),
+    ("logit_bias", {VOCAB: 1}, ValueError, f"logit_bias has token id {VOCAB}"),
+    ("generation_config", {"top_p": 0.9}, TypeError, "a GenerationConfig"),
     ("acceptance", "greedy", ValueError, "'greedy'; accepted: exact, fsd"),
     ("acceptance", 7, TypeError, "a name, a rule or a function"),
     ("threshold", -0.1, ValueError, "threshold of rule 'fsd'"),
@@ -103,8 +106,7 @@ def test_bad_values_are_refused_before_any_forward(small, monkeypatch, given, er
     def forward(*args, **kwargs):
         raise AssertionError("a forward ran")
 
-    monkeypatch.setattr(small.target.decoder, "forward", forward)
-    monkeypatch.setattr(small.draft, "forward", forward)
+    monkeypatch.setattr(torch.nn.functional, "embedding", forward)
     with pytest.raises(error, match=message) as caught:
         eagle_fsd.generate(PROMPT, **{"model": small} | given)
     assert not isinstance(caught.value, OptionError) or caught.value.name in given
@@ -124,7 +126,8 @@ def test_names_from_elsewhere_lead_to_ours(small, name):
 def test_names_of_model_generate_that_mean_the_same_are_taken():
     def read(options=None, **given):
         made = with_options(options, given)
-        return {name: getattr(made, name) for name in ("temperature", "stop", "stop_token_ids", "ignore_eos", "top_p")
+        return {name: getattr(made, name) for name in ("temperature", "stop", "stop_token_ids", "eos_token_id", "top_p",
+                                                     "repetition_penalty", "max_new_tokens")
                 if getattr(made, name) != getattr(GenerateOptions(), name)}
 
     assert read(do_sample=False) == read(do_sample=None) == {}
@@ -133,13 +136,29 @@ def test_names_of_model_generate_that_mean_the_same_are_taken():
     assert read(GenerateOptions(temperature=0.7), do_sample=True) == {"temperature": 0.7}
     assert read(GenerateOptions(temperature=0.7), do_sample=False) == {}
     assert read(stop_strings="a") == {"stop": "a"} and read(stop_strings=None, eos_token_id=None) == {}
-    ends = {"stop_token_ids": [5], "ignore_eos": True}  # in the place of the model's own
-    assert read(eos_token_id=5) == read(eos_token_id=[5]) == ends
+    assert read(eos_token_id=5) == {"eos_token_id": (5,)} and read(eos_token_id=[5]) == {"eos_token_id": [5]}
+    ends = {"eos_token_id": (5,)}
     config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=5, num_beams=1, pad_token_id=0,
-                              output_attentions=False)
+                              output_attentions=False, cache_implementation="hybrid", no_repeat_ngram_size=2)
     assert read(generation_config=config) == {"temperature": 0.6, "top_p": 0.9, **ends}
-    assert read(generation_config=config, do_sample=False) == {"top_p": 0.9, **ends}
-    assert read(generation_config=GenerationConfig(do_sample=False, top_p=0.9)) == {"top_p": 0.9}
+    assert read(generation_config=config, stop_token_ids=[7]) == {
+        "temperature": 0.6, "top_p": 0.9, "stop_token_ids": [7], **ends}
+    assert read(generation_config=config, temperature=0.8) == {"temperature": 0.8, "top_p": 0.9, **ends}
+    assert read(generation_config=config, eos_token_id=6, ignore_eos=False)["eos_token_id"] == (6,)
+    assert read(generation_config=config, ignore_eos=True) == {"temperature": 0.6, "top_p": 0.9}
+    assert read(generation_config=config, do_sample=False) == ends
+    for greedy in (GenerationConfig(temperature=0.7, top_p=0.9), GenerationConfig(do_sample=False, top_p=0.9)):
+        assert read(generation_config=greedy) == {}  # as in model.generate, where do_sample is False
+    assert read(generation_config=GenerationConfig(temperature=0.7, top_p=0.9), do_sample=True) == {
+        "temperature": 0.7, "top_p": 0.9}
+    assert read(GenerateOptions(temperature=0.7), generation_config=GenerationConfig(top_p=0.9)) == {
+        "temperature": 0.7, "top_p": 0.9}
+    config = GenerationConfig(max_length=99, max_new_tokens=9, stop_strings="a", repetition_penalty=1.2)
+    asked = {"max_new_tokens": 9, "repetition_penalty": 1.2}
+    assert read(generation_config=config) == {"stop": "a", **asked}
+    assert read(generation_config=config, stop="b") == read(generation_config=config, stop_strings="b") == {
+        "stop": "b", **asked}
+    assert read(generation_config=GenerationConfig(max_length=99), max_new_tokens=9) == {"max_new_tokens": 9}
     for given, error, said in (
         ({"do_sample": "yes"}, TypeError, "do_sample must be a bool"),
         ({"do_sample": True, "temperature": 0}, ValueError, "temperature must be above 0 with do_sample=True, got 0"),
@@ -147,6 +166,10 @@ def test_names_of_model_generate_that_mean_the_same_are_taken():
         ({"generation_config": {"top_p": 0.9}}, TypeError, "must be a GenerationConfig"),
         ({"generation_config": GenerationConfig(num_beams=4)}, TypeError, "'num_beams'; use greedy"),
         ({"generation_config": GenerationConfig(penalty_alpha=0.6)}, TypeError, "unknown option 'penalty_alpha'"),
+        ({"generation_config": GenerationConfig(max_length=99)}, TypeError, "'max_length'; use max_new_tokens="),
+        ({"ignore_eos": True, "eos_token_id": 5}, ValueError, "eos_token_id names end tokens that ignore_eos=True"),
+        ({"eos_token_id": "a"}, TypeError, "eos_token_id must be a token id or a sequence of token ids"),
+        ({"response_format": {}, "min_new_tokens": 4}, ValueError, "where an answer ends: leave out min_new_tokens$"),
     ):
         with pytest.raises(error, match=said):
             read(**given)
@@ -181,15 +204,17 @@ def test_bad_options_of_loading(given, error, message):
         LoadOptions(**given)
 
 
-def test_custom_generate_takes_the_options_of_acceptance():
-    """What sampling asks for, `model.generate` takes itself."""
+def test_custom_generate_takes_the_options_that_model_generate_does_not():
     own = inspect.signature(eagle_fsd.custom_generate).parameters
-    for name in ("acceptance", "threshold", "divergence", "head_guard", "budget", "tree", "seed", "stop"):
-        assert own[name].default == GenerateOptions.__dataclass_fields__[name].default
+    for name, field in GenerateOptions.__dataclass_fields__.items():
+        if name in ("generation_config", "chat_template_kwargs") or hasattr(GenerationConfig(), name):
+            assert name not in own or name == "generation_config"
+        else:
+            assert own[name].default == field.default
 
 
 @pytest.mark.parametrize(("options", "keywords", "beside", "more", "functions"), [
-    (GenerateOptions, GenerateKeywords, set(), {"do_sample", "stop_strings", "eos_token_id", "generation_config"},
+    (GenerateOptions, GenerateKeywords, set(), {"do_sample", "stop_strings"},
      (eagle_fsd.generate, eagle_fsd.Chat, eagle_fsd.Chat.send, eagle_fsd.Engine.submit)),
     (LoadOptions, LoadKeywords, {"target", "draft"}, set(), (eagle_fsd.load,)),
 ], ids=("generate", "load"))
@@ -221,9 +246,19 @@ def test_lists_of_options_lead_to_the_engine(small, given):
     ({"acceptance": "ensemble", "threshold": 0.3}, "ensemble with threshold 0.3 changes nothing without a drafter"),
     ({"threshold": 0.3, "speculative": False}, "changes nothing with speculative=False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
-], ids=range(7))
-def test_a_threshold_that_changes_nothing_is_warned_of(small, caplog, given, said):
-    eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(small.target.model, None), max_new_tokens=2, **given)
+    ({"top_p": 0.9}, "top_p= changes nothing at temperature 0: decoding is greedy"),
+    ({"top_k": 5, "min_p": 0.1}, "top_k= and min_p= change nothing at temperature 0"),
+    ({"top_p": 0.9, "temperature": 1.0}, ""),
+    ({"do_sample": False, "temperature": 0.7}, "temperature= changes nothing with do_sample=False"),
+    ({"budget": 1.0, "head_guard": None}, "budget= changes nothing without a threshold: decoding is lossless"),
+    ({"fuzzy_within": (3, 4), "divergence": "kl"}, "divergence= and fuzzy_within= change nothing without a threshold"),
+    ({"reference": "abc", "speculative": False}, "reference= changes nothing with speculative=False"),
+    ({"tree": TreeConfig(16, 5, 4), "speculative": False}, "tree= changes nothing with speculative=False"),
+    ({"text_drafts": "off", "speculative": False}, ""),
+], ids=range(16))
+def test_an_option_that_changes_nothing_is_warned_of(small, caplog, given, said):
+    pair = eagle_fsd.EagleModel.from_parts(small.target.model, None, small.tokenizer)
+    eagle_fsd.generate(PROMPT, pair, max_new_tokens=2, **given)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
 
 
@@ -291,3 +326,14 @@ def test_a_threshold_that_nothing_exceeds_is_warned_of(small, caplog):
                            tree=TreeConfig(levels + 1, levels, 1))
         assert [record.message for record in caplog.records] == warnings * [
             "fly with a window of 6 changes nothing on a tree of 6 levels: it needs at least 7"]
+
+
+def test_texts_of_options_need_a_tokenizer_and_may_have_no_token(small):
+    bare = eagle_fsd.EagleModel.from_parts(small.target.model, small.draft)
+    for name, value in (("reference", "ab"), ("stop", "ab"), ("fuzzy_within", ("a", "b"))):
+        with pytest.raises(ValueError, match=f"{name} needs a tokenizer, and this model has none"):
+            eagle_fsd.generate(PROMPT, bare, **{name: value})
+    expected = eagle_fsd.generate(PROMPT, small, max_new_tokens=6)
+    for text in ("\u4e16", "\u4e16a"):  # characters that the tokenizer leaves out
+        found = eagle_fsd.generate(PROMPT, small, max_new_tokens=6, reference=text)
+        assert found.token_ids == expected.token_ids

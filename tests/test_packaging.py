@@ -12,7 +12,7 @@ import setuptools
 from tiny import save_pair, tiny_chat_pair
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"prometheus_client": "prometheus-client"}  # installed as
+PACKAGES = {"markdown_it": "markdown-it-py", "prometheus_client": "prometheus-client"}  # installed as
 
 
 @pytest.fixture(scope="module")

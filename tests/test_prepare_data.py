@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from served import here as serving
-from tiny import tiny_tokenizer, tiny_trainable_pair
+from tiny import tiny_pair, tiny_tokenizer, tiny_trainable_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
@@ -14,6 +16,7 @@ from eagle_fsd.data.conversations import BadRow, Record, read_records
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset, encode_record
 from eagle_fsd.data.files import append_lines
+from eagle_fsd.heads.checkpoint import save_head
 from train import answers
 from train.answers import Respondent, endpoint_writer, is_sensible, local_writer, regenerate, self_prompted
 from train.prepare_data import Arguments, exclude_overlapping, run
@@ -48,6 +51,64 @@ def test_every_format_is_read(tmp_path):
                        ("openai.jsonl", {"messages": chat("hi", "yes", "and?")}), ("bare.jsonl", wanted)):
         assert list(read_records(write(tmp_path / name, [line]))) == rows(wanted), name
     assert list(read_records(write(tmp_path / "a.txt", ["one", "two"]))) == [Record(text="one\ntwo")]
+
+
+def sharegpt(*texts: str, names=("human", "gpt")) -> list[dict[str, str]]:
+    return [{"from": names[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+def oasst(*messages: tuple) -> list[dict]:
+    return [{"message_id": name, "parent_id": parent, "message_tree_id": name[0], "rank": rank, "text": text,
+             "role": "prompter" if rank is None else "assistant"} for name, parent, rank, text in messages]
+
+
+FOUR = chat("a", "b", "c", "d")
+SYSTEM = [{"role": "system", "content": "s"}]
+# Layout of some of the best-known sets: rows as they have them, and the turns that are read. Each answer is learned.
+LAYOUTS = {
+    "ShareGPT": ([{"conversations": sharegpt("a", "b", "c", "d")}], FOUR),
+    "ShareGPT, split": ([{"conversations": sharegpt("z", "a", "b", "c", "d", names=("gpt", "human"))}], FOUR),
+    "UltraChat": ([{"id": "0", "data": ["a", "b", "c", "d"]}], FOUR),
+    "ultrachat_200k": ([{"prompt": "a", "prompt_id": "x", "messages": FOUR}], FOUR),
+    "OpenHermes-2.5": ([{"conversations": [{"from": "system", "value": "s"}, *sharegpt("a", "b")], "source": "x",
+                         "system_prompt": None, "custom_instruction": False, "title": None}], [*SYSTEM, *FOUR[:2]]),
+    "Magpie": ([{"instruction": "a", "response": "b", "conversations": sharegpt("a", "b", "c", "d")}], FOUR),
+    "LMSYS-Chat-1M": ([{"conversation_id": "x", "model": "m", "conversation": FOUR}], FOUR),
+    "WildChat": ([{"conversation": [{**m, "toxic": False} for m in FOUR]}], FOUR),
+    "Tulu 3": ([{"id": "x", "messages": FOUR, "source": "y"}], FOUR),
+    "Alpaca": ([{"instruction": "a", "input": "", "output": "b", "text": "below is a"}], FOUR[:2]),
+    "Alpaca, input": ([{"instruction": "a", "input": "c", "output": "b", "text": "below is a"}], chat("a\n\nc", "b")),
+    "Dolly": ([{"instruction": "a", "context": "c", "response": "b", "category": "qa"}], chat("a\n\nc", "b")),
+    "OASST": (oasst(("x0", None, None, "a"), ("x1", "x0", 1, "z"), ("x2", "x0", 0, "b"), ("x3", "x2", None, "c"),
+                    ("x4", "x3", 0, "d")), FOUR),
+    "Nemotron, post-training": ([{"input": chat("a", "b", "c"), "output": "d", "category": "chat", "reasoning": "off",
+                                  "system_prompt": "s"}], [*SYSTEM, *FOUR]),
+    "Nemotron, v2": ([{"uuid": "x", "messages": [{**m, "tool_calls": []} for m in FOUR], "reasoning": "off"}], FOUR),
+    "SmolTalk": ([{"messages": FOUR, "source": "everyday", "full_topic": "x"}], FOUR),
+    "OpenOrca": ([{"id": "x", "system_prompt": "s", "question": "a", "response": "b"}], [*SYSTEM, *FOUR[:2]]),
+    "SlimOrca": ([{"conversations": [{"from": "system", "value": "s", "weight": None},
+                                     *sharegpt("a", "b")]}], [*SYSTEM, *FOUR[:2]]),
+    "Capybara": ([{"conversation": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}]}], FOUR),
+    "LIMA": ([{"conversations": ["a", "b", "c", "d"], "source": "x"}], FOUR),
+    "MetaMathQA": ([{"type": "x", "query": "a", "original_question": "z", "response": "b"}], FOUR[:2]),
+    "GSM8K": ([{"question": "a", "answer": "b"}], FOUR[:2]),
+    "OpenThoughts": ([{"system": "s", "conversations": sharegpt("a", "b", names=("user", "assistant"))}],
+                     [*SYSTEM, *FOUR[:2]]),
+    "UltraFeedback": ([{"prompt": "a", "chosen": FOUR[:2], "rejected": chat("a", "z"), "score_chosen": 8}], FOUR[:2]),
+    "Magicoder": ([{"lang": "x", "raw_index": 1, "problem": "a", "solution": "b"}], FOUR[:2]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_turn_of_the_well_known_sets_is_read_and_every_answer_learned(tmp_path, model, name):
+    lines, wanted = LAYOUTS[name]
+    path = write(tmp_path / "rows.jsonl", [SHAREGPT, *lines, SHAREGPT])  # other rows before and after
+    for unanswered in (False, True):
+        found = [record.messages for record in read_records(path, unanswered=unanswered)]
+        assert found == [chat("hi", "yes"), wanted, chat("hi", "yes")]
+    ((ids, learned),) = encode_record(Record(messages=wanted), model.tokenizer, 64, "drop")
+    answers = "".join(f"{message['content']}</s>" for message in wanted if message["role"] == "assistant")
+    assert model.tokenizer.decode([token for token, mark in zip(ids, learned, strict=True) if mark]) == answers
 
 
 def test_questions_without_answers_are_for_a_target_to_answer(tmp_path):
@@ -124,7 +185,7 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     data = rows(chat("hi", "x", "and", "y"), chat("b", "x"), chat("a" * 200, "x"))
     data.insert(1, Record(reason="broken JSON"))
     store = tmp_path / "answers.jsonl"
-    made = list(regenerate(data, writer(model, batch=2), store))
+    made = list(regenerate(data, writer(model, batch=2), store, {}))
     assert made[0].messages[1]["content"] == eagle_fsd.generate(
         chat("hi"), model, max_new_tokens=4, acceptance="exact").text
     assert [m["role"] for m in made[0].messages] == ["user", "assistant"] * 2 and len(made[2].messages) == 2
@@ -135,11 +196,137 @@ def test_regenerated_answers_are_the_targets_own_and_are_not_made_twice(tmp_path
     asked, decode = [], answers.decode_requests
     monkeypatch.setattr(answers, "decode_requests", lambda model, requests, **options: asked.append(len(requests))
                         or decode(model, requests, **options))
-    assert list(regenerate(data, writer(model, batch=2), store)) == made and set(asked) == {1}
-    with pytest.raises(ValueError, match="answers with other settings"):
-        list(regenerate(data, writer(model, max_new_tokens=5), store))
+    assert list(regenerate(data, writer(model, batch=2), store, {})) == made and set(asked) == {1}
+    with pytest.raises(ValueError, match=r"made with another max_new_tokens \(was 4, now 5\)"):
+        list(regenerate(data, writer(model, max_new_tokens=5), store, {}))
     store.write_text(lines[0])  # begun, and stopped before the first answer: that binds nobody
-    assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store))
+    assert list(regenerate(data[:1], writer(model, max_new_tokens=5), store, {}))
+
+
+def test_answers_are_found_again_by_their_conversation(tmp_path, model, monkeypatch):
+    """Rows may move, go and come; questions that are edited or excluded since do not keep their old answers."""
+    asked = []
+
+    def answered(data: list[Record]) -> list[Record]:
+        asking = writer(model)
+        write = asking.write
+        asking.write = lambda texts, *given, **sampling: asked.extend(texts) or write(texts, *given, **sampling)
+        return list(regenerate(data, asking, tmp_path / "answers.jsonl", {}))
+
+    first = answered(data := rows(chat("hi", "x", "and", "y"), chat("b", "x"), chat("cd", "x"), chat("b", "x")))
+    assert len(asked) == 5
+    bad = Record(reason="excluded")
+    assert answered([data[2], bad, *data[:2]]) == [first[2], bad, *first[:2]]
+    assert len(asked) == 5  # nothing new
+    edited = answered(rows(chat("hi", "x", "but", "y"), chat("cd", "other")))
+    assert [m["content"] for m in edited[0].messages[::2]] == ["hi", "but"] and edited[1] == first[2]
+    assert len(asked) == 7
+    sampled = [record.messages for record in regenerate(
+        rows(*[chat("b", "x")] * 4), writer(model, temperature=2.0), tmp_path / "sampled.jsonl", {})]
+    assert len(set(map(str, sampled))) > 1  # equal rows are separate samples
+
+
+def test_answers_after_an_opened_thought_are_written_and_learned(tmp_path):
+    """The generation prompt ends within the answer, which earlier turns do not show."""
+    model = tiny_trainable_pair()
+    model.tokenizer.chat_template = model.tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}<bot>", "{% if add_generation_prompt %}<bot>ab ")
+    made = list(regenerate(rows(chat("hi", "x", "and", "y"), chat("b", "x")), writer(model), tmp_path / "a.jsonl", {}))
+    documents, summary = encode_dataset(made, model.tokenizer, max_length=64)
+    assert summary["bad_rows"] == 0 and len(documents) == 3
+    answered = [message["token_ids"] for record in made for message in record.messages[1::2]]
+    for number, own in enumerate(answered):
+        tokens, learned = documents.document(number)
+        assert tokens[learned].tolist() == own
+        assert model.tokenizer.decode(tokens[~learned]).endswith("<bot>ab ")
+
+
+def test_an_answer_cut_off_on_a_server_without_token_ids_does_not_end(tmp_path, model):
+    def choice(text: str, reason: str) -> dict:
+        return {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+
+    found = {}
+    for reason in ("length", "stop"):
+        client = SimpleNamespace(
+            models=SimpleNamespace(list=lambda: []),
+            completions=SimpleNamespace(create=lambda reason=reason, **body: SimpleNamespace(
+                choices=[SimpleNamespace(**choice("ab", reason))])))
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr("openai.OpenAI", lambda client=client, **given: client)
+            write, name = endpoint_writer("http://x/v1", "m", model.tokenizer, 1)
+        said = Respondent(write, model.tokenizer, batch=1, temperature=0.0, max_new_tokens=2, seed=0)
+        (record,) = regenerate(rows(chat("hi", "x")), said, tmp_path / f"{reason}.jsonl", {})
+        ((ids, learned),) = encode_record(record, model.tokenizer, 64, "truncate")
+        found[reason] = model.tokenizer.decode([token for token, mark in zip(ids, learned, strict=True) if mark])
+    assert found == {"length": "ab", "stop": "ab</s>"}
+
+
+def test_what_answers_depend_on_is_compared_before_any_is_written(tmp_path, model, monkeypatch):
+    """Each of the parts, changed alone, is named; what may change freely is not asked about."""
+    def saved(name: str, pair) -> str:
+        pair.target.model.save_pretrained(tmp_path / name)
+        pair.tokenizer.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    other = tiny_tokenizer("bacdefghijklmnopqrstuvwxyz .")
+    other.chat_template = model.tokenizer.chat_template
+    scaled, sampling = tiny_trainable_pair(), tiny_trainable_pair()
+    scaled.target.model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    sampling.target.model.generation_config.repetition_penalty = 1.3
+    template = write(tmp_path / "t.jinja", [model.tokenizer.chat_template.replace("<bot>", "<bot> ")])
+    data = write(tmp_path / "asked.jsonl", [{"prompt": text} for text in ("hi", "b", "cd")])
+    same = ["--target", saved("target", model), "--data", data, "--max-length", "32", "--dtype", "float32",
+            "--regenerate", "sampled", "--max-new-tokens", "4"]
+
+    def prepared(*more: str) -> dict:
+        return run(parse_options(Arguments, [*same, "--out", f"{tmp_path}/data", *more]))
+
+    assert prepared()["documents"]
+    monkeypatch.setattr(answers, "decode_requests", lambda *given, **options: pytest.fail("computed something"))
+    for more in (["--limit", "2"], ["--batch", "2"], ["--draft", str(tmp_path / "head")], ["--max-length", "30"],
+                 ["--target", saved("copy", model)]):
+        save_head(model.draft, tmp_path / "head")
+        prepared(*more)
+    for more, part in (
+            (["--target", saved("other", tiny_trainable_pair(seed=3))], "target"),
+            (["--target", saved("scaled", scaled)], "target"),
+            (["--target", saved("sampling", sampling)], "generation_config"),
+            (["--target", saved("vocabulary", tiny_pair(tokenizer=other))], "vocabulary"),
+            (["--chat-template", template], "chat_template"), (["--dtype", "bfloat16"], "dtype"),
+            (["--quantization", "int8"], "quantization"), (["--temperature", "0.5"], "temperature"),
+            (["--regenerate", "greedy"], "temperature"), (["--max-new-tokens", "5"], "max_new_tokens"),
+            (["--seed", "1"], "seed")):
+        if part == "quantization" and not torch.cpu._is_vnni_supported():
+            continue
+        with pytest.raises(ValueError, match=f"answers.jsonl was made with another .*{part} "):
+            prepared(*more)
+    with serving(model) as server, pytest.raises(ValueError, match="another .*endpoint .*endpoint_model "):
+        prepared("--endpoint", f"{server.url}/v1")
+
+
+def test_excluded_questions_leave_the_data_on_a_second_start(tmp_path, model):
+    model.target.model.save_pretrained(tmp_path / "target")
+    model.tokenizer.save_pretrained(tmp_path / "target")
+    data = write(tmp_path / "asked.jsonl", [{"prompt": text} for text in ("hi", "b", "cd")])
+    judged = write(tmp_path / "judged.jsonl", [{"prompt": "b"}])
+    words = ["--target", f"{tmp_path}/target", "--data", data, "--out", f"{tmp_path}/data", "--max-length", "32",
+             "--regenerate", "greedy", "--max-new-tokens", "4"]
+    assert run(parse_options(Arguments, words))["bad_reasons"] == {}
+    again = run(parse_options(Arguments, [*words, "--exclude", judged]))
+    assert again["bad_reasons"] == {"shares words with --exclude": 1} and again["documents"] == 2
+
+
+@pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "org/data.v2"])
+def test_names_of_datasets_may_have_dots(tmp_path, monkeypatch, name):
+    def opened(source: str, split: str):
+        raise KeyboardInterrupt(source)
+
+    monkeypatch.setattr("eagle_fsd.data.conversations._open_dataset", opened)
+    with pytest.raises(KeyboardInterrupt, match=name):
+        run(Arguments(target="nowhere", out=tmp_path / "data", data=(name,), regenerate="greedy"))
+    for missing in ("chats.jsonl", "a/chats.json", f"{tmp_path}/folder", "a/b/c"):
+        with pytest.raises(ValueError, match=f"{missing} does not exist"):
+            run(Arguments(target="nowhere", out=tmp_path / "data", data=(missing,)))
 
 
 @pytest.mark.parametrize("kills", [1, 3, 5])
@@ -159,10 +346,11 @@ def test_an_answer_is_kept_as_soon_as_it_is_finished(tmp_path, model, kills):
 
     cut.write = watched
     with pytest.raises(KeyboardInterrupt):
-        list(regenerate(data, cut, tmp_path / "cut.jsonl"))
+        list(regenerate(data, cut, tmp_path / "cut.jsonl", {}))
     assert len(asked) == kills and len((tmp_path / "cut.jsonl").read_text().splitlines()) == 1 + kills
     kills = 99
-    assert list(regenerate(data, cut, tmp_path / "cut.jsonl")) == list(regenerate(data, whole, tmp_path / "w.jsonl"))
+    continued = list(regenerate(data, cut, tmp_path / "cut.jsonl", {}))
+    assert continued == list(regenerate(data, whole, tmp_path / "whole.jsonl", {}))
     assert len(asked) == len(set(asked)) == 6
 
 
@@ -180,8 +368,8 @@ def test_what_a_target_wrote_to_itself_is_kept_as_soon_as_it_is_finished(tmp_pat
     with monkeypatch.context() as context:
         context.setattr("train.answers.append_lines", killed)
         with pytest.raises(KeyboardInterrupt):
-            list(self_prompted(6, writer(model, batch=6), store, follow_ups=0.2))
-    made = [record.messages for record in self_prompted(6, writer(model, batch=6), store, follow_ups=0.2)]
+            list(self_prompted(6, writer(model, batch=6), store, {}, follow_ups=0.2))
+    made = [record.messages for record in self_prompted(6, writer(model, batch=6), store, {}, follow_ups=0.2)]
     assert made[:2] == [messages for _, messages in kept] and len(made) == 6
 
 
@@ -221,12 +409,12 @@ def test_files_may_hold_the_tokens_of_answers(tmp_path):
 def test_a_server_answers_in_place_of_the_model(tmp_path, model):
     """Ours here; what it says is what the model would."""
     data = rows(chat("hi", "x", "and", "y"), chat("b", "x"))
-    here = list(regenerate(data, writer(model), tmp_path / "here.jsonl"))
+    here = list(regenerate(data, writer(model), tmp_path / "here.jsonl", {}))
     with serving(model) as server:
-        write = endpoint_writer(f"{server.url}/v1", None, model.tokenizer, 2)
+        write, name = endpoint_writer(f"{server.url}/v1", None, model.tokenizer, 2)
         there = Respondent(write, model.tokenizer, batch=4, temperature=0.0, max_new_tokens=4, seed=0)
-        assert texts_of(regenerate(data, there, tmp_path / "there.jsonl")) == texts_of(here)
-        assert there.tokens > 0
+        assert texts_of(regenerate(data, there, tmp_path / "there.jsonl", {})) == texts_of(here)
+        assert there.tokens > 0 and name == "tiny"
     with pytest.raises(ValueError, match="does not answer"):
         endpoint_writer("http://127.0.0.1:9/v1", None, model.tokenizer, 1)
 
@@ -249,7 +437,7 @@ def test_questions_of_the_evaluation_are_left_out(tmp_path):
 def test_answers_do_not_depend_on_the_batch(tmp_path, model, temperature):
     data = rows(*(chat(*"a" * turns) for turns in (2, 4, 2, 6)), chat("bcd", "x"))
     data[1].messages.insert(0, {"role": "system", "content": "be kind"})
-    made = [list(regenerate(data, writer(model, batch=batch, temperature=temperature), tmp_path / f"{batch}.jsonl"))
+    made = [list(regenerate(data, writer(model, batch=batch, temperature=temperature), tmp_path / f"{batch}.jsonl", {}))
             for batch in (1, 3)]
     assert made[0] == made[1] and len(made[0]) == 5
 
@@ -258,7 +446,7 @@ def test_the_target_prompts_itself_and_goes_on_after_a_kill(tmp_path, model, mon
     monkeypatch.setattr("train.answers.is_sensible", lambda text: len(text) > 1)
     monkeypatch.setattr("train.answers.USER_TOKENS", 12)
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    made = [record.messages for record in self_prompted(6, writer(model, batch=3), whole, follow_ups=0.5)]
+    made = [record.messages for record in self_prompted(6, writer(model, batch=3), whole, {}, follow_ups=0.5)]
     assert len({messages[0]["content"] for messages in made}) == 6 and {len(messages) for messages in made} == {2, 4}
     assert all([m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2) for messages in made)
     short = next(messages for messages in made if len(messages) == 2)
@@ -266,11 +454,41 @@ def test_the_target_prompts_itself_and_goes_on_after_a_kill(tmp_path, model, mon
     assert again.text == short[1]["content"]  # greedily, though the user's turn was sampled
     lines = whole.read_text().splitlines(keepends=True)
     cut.write_text("".join(lines[:4]) + lines[4][:9])
-    kept = [record.messages for record in self_prompted(6, writer(model, batch=3), cut, follow_ups=0.5)]
+    kept = [record.messages for record in self_prompted(6, writer(model, batch=3), cut, {}, follow_ups=0.5)]
     assert len(kept) == 6 and kept[:3] == made[:3]
+    for changes, share, part in (({"batch": 2}, 0.5, "batch"), ({"seed": 1}, 0.5, "seed"), ({}, 0.4, "follow_ups")):
+        with pytest.raises(ValueError, match=f"whole.jsonl was made with another {part} "):
+            list(self_prompted(6, writer(model, **{"batch": 3} | changes), whole, {}, follow_ups=share))
     monkeypatch.setattr("train.answers.is_sensible", lambda text: False)
     with pytest.raises(ValueError, match="fewer than one in 20"):
-        list(self_prompted(4, writer(model), tmp_path / "own.jsonl"))
+        list(self_prompted(4, writer(model), tmp_path / "own.jsonl", {}))
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.01, 2), (0.3, 60), (1.0, 200), (0.0, 0)])
+def test_the_share_of_second_turns_is_the_one_asked_for(share, count):
+    turns = []
+    fake = SimpleNamespace(
+        batch=20, seed=0, user_turns=lambda conversations, seeds: turns.append(len(conversations)) or [
+            f"question {seed} x" for seed in seeds],
+        answers=lambda conversations, seeds, done: [done(at, {"role": "assistant", "content": "b"})
+                                                    for at in range(len(conversations))])
+    for batch in range(10):
+        answers.write_batch(fake, batch, set(), share, lambda messages: None)
+    assert sum(turns[1::2]) == count
+
+
+def test_seeds_share_no_conversations():
+    """A self-prompted conversation takes several seeds."""
+    def taken(seed: int) -> list[int]:
+        seeds = []
+        fake = SimpleNamespace(batch=16, seed=seed, answers=lambda conversations, drawn, done: seeds.extend(drawn),
+                               user_turns=lambda conversations, drawn: seeds.extend(drawn) or ["a question"] * 16)
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(answers, "is_sensible", bool)
+            answers.ask_and_answer(fake, {number: [] for number in range(16)}, 0, lambda *given: None)
+        return seeds
+
+    assert len({seed for each in range(9) for seed in taken(each)}) == 9 * 32
 
 
 @pytest.mark.parametrize(("text", "sensible"), [

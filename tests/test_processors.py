@@ -1,9 +1,11 @@
 """Decoding with processors that depend on the sequence, as `model.generate` does with the same ones."""
 
+import functools
+
 import pytest
 import torch
 from test_lossless import alone, assert_same, plainly
-from tiny import PROMPT, VOCAB, tiny_pair
+from tiny import PROMPT, VOCAB, tiny_pair, tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -208,3 +210,59 @@ def test_no_processor_is_asked_about_a_text_after_its_end(options):
         found = eagle_fsd.generate(PROMPT, pair, tree=TREE, max_new_tokens=NEW, stop_token_ids=[stop],
                                    logits_processor=[grammar], **options)
         assert found.token_ids == full[: full.index(stop) + 1] and found.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("options", [{}, {"threshold": 0.5}, {"acceptance": "typical", "threshold": 0.5},
+                                     {"acceptance": "fly", "threshold": 0.5, "tree": TreeConfig(24, 8, 3)}], ids=str)
+@pytest.mark.parametrize("ends", ["criterion", "string"])
+def test_a_stopping_criterion_ends_an_answer_for_processors_too(options, ends):
+    """Criteria see each token once, in order."""
+    pair, options = tiny_pair(tokenizer=tiny_tokenizer()), {"tree": TREE} | options
+    full = eagle_fsd.generate(PROMPT, pair, max_new_tokens=NEW, **options).token_ids
+    for stop in sorted({token for token in full if token > 3}):
+        at, seen, asked = len(PROMPT) + full.index(stop) + 1, [], []
+
+        def criterion(input_ids, scores, seen=seen, stop=stop):
+            seen.append(input_ids.shape[1])
+            return ends == "criterion" and int(input_ids[0, -1]) == stop
+
+        def grammar(input_ids, scores, at=at, asked=asked):
+            asked.append(input_ids.shape[1])
+            if input_ids.shape[1] >= at:
+                raise RuntimeError("the grammar has ended")
+            return scores
+
+        strings = {"stop": [pair.tokenizer.decode([stop])]} if ends == "string" else {}
+        found = eagle_fsd.generate(PROMPT, pair, max_new_tokens=NEW, logits_processor=[grammar],
+                                   stopping_criteria=[criterion], **strings, **options)
+        assert found.token_ids == full[: at - len(PROMPT)] and found.finish_reason == "stop"
+        assert seen == list(range(len(PROMPT) + 1, at + (ends == "criterion")))
+        assert max(asked) < at or options.get("acceptance") == "fly"  # whose tokens are tentative
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_rule_that_fails_after_the_end_of_an_answer_does_not_matter(temperature):
+    pair, options = tiny_pair(), {"tree": TREE, "temperature": temperature, "seed": 1}
+    full = eagle_fsd.generate(PROMPT, pair, max_new_tokens=NEW, **options).token_ids
+    later = 0
+    for end in sorted({full.index(token) for token in full} - {0}):
+        for needed, kept in ((end, True), (end - 1, False)):  # calls; the first token is drawn without the rule
+            calls = []
+
+            def rule(nodes, calls=calls, needed=needed):
+                calls.append(nodes)
+                if len(calls) > needed:
+                    raise RuntimeError("no more")
+                return nodes.warped[0]
+
+            decode = functools.partial(eagle_fsd.generate, PROMPT, pair, acceptance=rule, max_new_tokens=NEW,
+                                       stop_token_ids=[full[end]], **options)
+            if kept:
+                out = decode()
+                assert out.token_ids == full[: end + 1]
+                assert [receipt.token for receipt in out.receipts] == out.token_ids
+                later += len(calls) > needed
+            else:
+                with pytest.raises(RuntimeError, match="no more"):
+                    decode()
+    assert later  # in some cycle the rule was called after the end

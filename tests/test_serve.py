@@ -133,6 +133,13 @@ def test_parts_of_text_and_the_newer_names(client):
 def test_models_are_listed(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "eagle_fsd"
+    assert client.models.retrieve("tiny").model_extra == {"root": "tiny", "parent": None, "max_model_len": 2048}
+    with here(max_tokens=100, tree=TREE) as small:
+        (model,) = httpx.get(f"{small.url}/v1/models").json()["data"]
+        longest, asked = model["max_model_len"], {"prompt": [5] * 10, "ignore_eos": True}
+        for tokens, status in ((longest - 10, 200), (longest - 9, 400)):
+            answer = httpx.post(f"{small.url}/v1/completions", json={**asked, "max_tokens": tokens})
+            assert answer.status_code == status
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("large")
     described = httpx.get(f"{server.url}/openapi.json").json()
@@ -159,7 +166,7 @@ def test_answers_without_a_limit_share_the_room(rows):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Forwards, "resize", noted)
             answers = asyncio.run(crowd())
-        room = 2000 // rows - found.engine._rows.nodes
+        room = 2000 // rows - TREE.total_tokens
         assert [answer.usage.total_tokens for answer in answers] == [room] * 10
         assert {answer.choices[0].finish_reason for answer in answers} == {"length"}
         for number in (0, 5):
@@ -202,7 +209,8 @@ def test_names_of_the_model():
             create_app(engine, "mine", ServeOptions(), {}, also=["Org/Some-Model"]), "http://localhost") as found:
         for name in ("mine", "Mine", "Org/Some-Model", "some-model", "org/some-model"):
             assert found.post("/v1/chat/completions", json={**app, "model": name}).json()["model"] == "mine"
-            assert found.get(f"/v1/models/{name}").json()["id"] == "mine"
+            model = found.get(f"/v1/models/{name}").json()
+            assert (model["id"], model["root"]) == ("mine", "Org/Some-Model")
         for name in ("other", "Else/some-model", ""):
             assert found.post("/v1/chat/completions", json={**app, "model": name}).status_code == 404
 
@@ -213,7 +221,7 @@ def test_names_of_the_model():
     ({"n": 1000}, openai.BadRequestError, "n"),
     ({"frequency_penalty": 2.5}, openai.BadRequestError, "frequency_penalty"),
     ({"max_completion_tokens": 5}, openai.BadRequestError, "max_tokens"),  # which is 24
-    ({"extra_body": {"thresold": 1}}, openai.BadRequestError, "thresold"),
+    ({"extra_body": {"best_of": 3}}, openai.BadRequestError, "best_of"),
 ])
 def test_errors_reach_the_client_as_its_own(client, changed, error, param):
     with pytest.raises(error) as found:
@@ -231,6 +239,36 @@ def test_a_client_that_goes_away_frees_its_row(server, stream):
             request.cancel()
 
     asyncio.run(leave())
+    wait_for_health(server, rows=0, waiting=0)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_that_waits_for_a_row_begins_at_once(server, client, monkeypatch, path):
+    """And sends comments, which clients skip, until there is something to send."""
+    monkeypatch.setattr("eagle_fsd.serve.app.PING_SECONDS", 0.01)
+    short = {"messages" if "chat" in path else "prompt": CHAT if "chat" in path else "what", "max_tokens": 2,
+             "stream": True}
+    long = [client.chat.completions.create(**LONG, stream=True) for _ in range(2)]
+    wait_for_health(server, rows=2)
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=short, timeout=60) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+        while (line := next(lines)) != ": waiting":
+            assert not line or '"role"' in line
+        for each in long:
+            each.close()
+        events = [line for line in lines if line.startswith("data: ")]
+    assert events[-1] == "data: [DONE]" and len(events) > 2
+    wait_for_health(server, rows=0, waiting=0)
+
+
+def test_a_stream_that_nobody_waits_for_leaves_the_queue(server, client):
+    long = [client.chat.completions.create(**LONG, stream=True) for _ in range(2)]
+    wait_for_health(server, rows=2)
+    third = client.chat.completions.create(**LONG, stream=True)
+    wait_for_health(server, waiting=1)
+    for each in (third, *long):
+        each.close()
     wait_for_health(server, rows=0, waiting=0)
 
 

@@ -194,6 +194,17 @@ def test_plain_serving_drafts_nothing(monkeypatch):
     assert used["completion_tokens"] == 40 == used["target_forwards"] + 1 and used["tau"] == 1.0
 
 
+def test_idle_connections_are_kept(monkeypatch):
+    """Longer than clients pause."""
+    async def app(scope, receive, send):
+        pass
+
+    assert configuration(app, ServeOptions()).timeout_keep_alive == 75
+    assert configuration(app, ServeOptions(keep_alive_seconds=3)).timeout_keep_alive == 3
+    with pytest.raises(ValueError, match="keep_alive_seconds must be a positive number"):
+        ServeOptions(keep_alive_seconds=0)
+
+
 # Connections ------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from fastapi.exceptions import RequestValidationError
 from served import here, wait_for_health
 from tiny import tiny_chat_pair
 
@@ -122,6 +123,7 @@ CASES = {
     "an image": (body(messages=[{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]), 400),
     "half a character": (text(b'{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400),
+    "half a character as a field": (text(b'{"\\ud800": 1, "messages": [{"role": "user", "content": "x"}]}'), 400),
     "half a character as model": (text(b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}'), 404),
     "a prompt that is too long": (body(messages=[{"role": "user", "content": "word " * 5000}]), 400),
     "a million tokens": (million_tokens, 200),
@@ -175,8 +177,34 @@ def test_the_official_client_gets_the_status_of_a_body_that_is_too_large(server)
     assert found.value.status_code == 413
 
 
+TOKENS = [1] * 330_000
+
+
+@pytest.mark.parametrize(("path", "content"), [
+    ("/v1/completions", {"prompt": [*TOKENS, "a"]}), ("/v1/completions", {"prompt": ["a", *TOKENS]}),
+    ("/v1/completions", {"prompt": [[*TOKENS, "a"]]}), ("/v1/completions", {"prompt": [[1]] * 200_000}),
+    (CHAT, {**BODY, "tools": TOKENS}), (CHAT, {**BODY, "stop": TOKENS}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": TOKENS}]}),
+    (CHAT, {"messages": [{"role": "user", "content": TOKENS}]}), (CHAT, {"messages": TOKENS}),
+    (CHAT, {**BODY, "stop_token_ids": [*TOKENS, "a"]}), (CHAT, {**BODY, "logit_bias": {str(i): "a" for i in TOKENS}}),
+    (CHAT, {**BODY, "reference": ["a"] * 200_000}), (CHAT, {**BODY, "chat_template_kwargs": TOKENS})])
+def test_a_large_body_is_refused_at_its_first_fault(server, path, content):
+    """Not at each of its items: one error, of few bytes, in little memory."""
+    errors, found = [], RequestValidationError.errors
+    with here(server.pair) as large, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestValidationError, "errors", lambda error: errors.append(len(found(error))) or found(error))
+        answer = httpx.post(f"{large.url}{path}", json=content, timeout=60)
+    assert answer.status_code == 400 and len(answer.content) < 1000
+    assert sum(errors) <= 5
+
+
 def test_many_connections(server):
-    """Those above the limit are told to come back; the others are answered."""
+    """Those above the limit are told to come back; the others are answered. The list of models and the metrics take no
+    place."""
+    with here(max_connections=1, max_waiting=8) as busy, httpx.stream(
+            "POST", f"{busy.url}{CHAT}", json={**BODY, "max_tokens": 1900, "stream": True}):
+        assert {httpx.get(f"{busy.url}{path}").status_code for path in ("/v1/models", "/metrics", "/health")} == {200}
+        assert httpx.post(f"{busy.url}{CHAT}", json=BODY).status_code == 503
     with here(server.pair, max_connections=8, max_waiting=8) as crowded, ThreadPoolExecutor(50) as pool:
         asked = {**BODY, "max_tokens": 60}
         found = list(pool.map(lambda _: httpx.post(f"{crowded.url}{CHAT}", json=asked, timeout=60).status_code,

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shutil
+from html import unescape
 from importlib.util import find_spec
 
 import httpx
@@ -11,9 +12,20 @@ from served import here, served, wait_for_health
 from tiny import tiny_chat_pair
 
 import eagle_fsd
+from eagle_fsd.serve.app import Service
 
 gradio = pytest.importorskip("gradio")
-from eagle_fsd.serve.page import WAITING, answer, build, new_conversation, settings_of, stopped  # noqa: E402, needs gradio
+from gradio.state_holder import StateHolder  # noqa: E402
+
+from eagle_fsd.serve.page import (  # noqa: E402, needs gradio
+    CONVERSATIONS,
+    WAITING,
+    answer,
+    build,
+    new_conversation,
+    settings_of,
+    stopped,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -80,14 +92,40 @@ def test_stop_keeps_what_was_said(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "told"), [(eagle_fsd.QueueFull("2 requests wait"), "2 requests wait"),
-                                             (RuntimeError("a secret"), "see the server's log")])
+                                             (RuntimeError("a secret"), "see the server&#x27;s log")])
 def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
     def fails(*args, **options):
         raise error
 
     monkeypatch.setattr(engine, "submit", fails)
     *_, (_, html, said) = states(engine)
-    assert told in html and "secret" not in html and WAITING not in html and said["messages"] == []
+    assert told in unescape(html) and "secret" not in html and WAITING not in html and said["messages"] == []
+
+
+def test_conversations_of_visitors_are_bounded(engine):
+    holder = StateHolder()
+    holder.set_blocks(build(engine, "tiny", {}))
+    for visitor in range(CONVERSATIONS + 20):
+        holder[str(visitor)]
+    assert len(holder.session_data) <= CONVERSATIONS + 1 and str(visitor) in holder and "0" not in holder
+
+
+def test_the_page_takes_a_place_as_other_requests_do(engine, monkeypatch):
+    monkeypatch.setattr("eagle_fsd.serve.page.REFRESH", 0)
+    service = Service(engine, "tiny", {}, connections=1)
+
+    async def twice():
+        sliders = 0.3, 0.7, 0.0, 40
+        first = answer(engine, {}, "hi", new_conversation(), *sliders, service.slot)
+        second = answer(engine, {}, "ho", new_conversation(), *sliders, service.slot)
+        while "token" not in (await anext(first))[1]:
+            pass
+        refused = [state async for state in second][-1]
+        await first.aclose()
+        return refused, [state async for state in answer(engine, {}, "ho", new_conversation(), *sliders, service.slot)]
+
+    (_, html, _), states_after = asyncio.run(twice())
+    assert "already handles 1 requests (max_connections)" in html and "alert" not in states_after[-1][1]
 
 
 def test_it_takes_no_files_and_asks_for_the_key():

@@ -1,12 +1,15 @@
 """What applications send by the `openai` client: structured output, tools, log-probabilities, lists, penalties."""
 
 import json
+import socket
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import torch
+from fastapi.testclient import TestClient
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 from served import here
 from tiny import tiny_tokenizer
@@ -14,9 +17,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
+from eagle_fsd.batching.tickets import Piece
+from eagle_fsd.prompts import render_chat
 from eagle_fsd.serve.answers import by_text, speller
+from eagle_fsd.serve.app import create_app
+from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.protocol import NEUTRAL
-from eagle_fsd.serve.tools import TextBeforeCalls, check_tools, chosen_tools, find_calls
+from eagle_fsd.serve.tools import CallSplitter, call_schema, check_tools, chosen_tools
 
 PAIRS = Path(__file__).parent / "pairs"
 CHAT = [{"role": "user", "content": "Once upon a time"}]
@@ -142,6 +149,42 @@ def test_references_of_two_tools_stay_their_own(client):
         assert answer.choices[0].message.tool_calls[0].function.arguments == json.dumps({"x": value})
 
 
+@pytest.mark.parametrize(("names", "place"), [
+    ((None, None), "#/$defs/X"), (("https://a.example/s.json", None), "#/$defs/X"),
+    (("https://a.example/s.json",) * 2, "#/$defs/X"), (("https://a.example/s.json", None), "s.json#/$defs/X")])
+def test_references_in_schemas_with_an_id(names, place):
+    """Two of one id, too."""
+    tools = [{"type": "function", "function": {"name": f"f{value}", "parameters": {
+        "type": "object", "required": ["x"], "properties": {"x": {"$ref": place if name else "#/$defs/X"}},
+        "$defs": {"X": {"const": value}}, **({"$id": name} if name else {})}}} for value, name in enumerate(names)]
+    given = json.dumps(tools)
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(call_schema(tools)))
+    assert json.dumps(tools) == given
+    for value in (0, 1):
+        text = json.dumps({"name": f"f{value}", "arguments": {"x": value}}).encode()
+        assert matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+        matcher.rollback(len(text))
+        assert matcher.try_consume_tokens(list(text.replace(b"%d}}" % value, b"7}}"))) < len(text)
+        matcher.reset()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
+def test_a_call_in_the_middle_of_an_answer(client, stream, parallel, count):
+    """And no more than one where no more is wanted."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    asked = {**OPTIONS, "tools": TOOLS, "stream": stream, "extra_body": {"parallel_tool_calls": parallel},
+             "response_format": {"type": "choice", "choice": [f"Once [1] {{2}}. {call} {call} So."]}}
+    answer = client.chat.completions.create(**asked)
+    if stream:
+        expected = "Once [1] {2}. So.", dict.fromkeys(range(count), 'add{"a": 1}'), "tool_calls"
+        assert collected(answer) == expected
+    else:
+        message = answer.choices[0].message
+        assert (message.content, answer.choices[0].finish_reason) == ("Once [1] {2}. So.", "tool_calls")
+        assert [each.function.arguments for each in message.tool_calls] == ['{"a": 1}'] * count
+
+
 @pytest.mark.parametrize(("parameters", "arguments"), [
     ({"properties": {"city": {"const": "Zoë"}}, "required": ["city"], "additionalProperties": False},
      '{"city": "Zoë"}'),  # in characters of their own
@@ -192,24 +235,135 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</to
     ('{"name": "add", "arguments": {"x": 1e999}}', None, []),
     ('{"name": "add", "arguments": 0} {"name": "add", "arguments": {}}', '{"name": "add", "arguments": 0}',
      [("add", {})]),
+    # text after a call, several with what is between them
+    (f"See. {HERMES}\n\nThere it is.", "See.\n\nThere it is.", [("weather", {"city": "Paris"})]),
+    (f"{HERMES} Done.", "Done.", [("weather", {"city": "Paris"})]),
+    ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}', "",
+     [("add", {"a": 1}), ("add", {"a": 2})]),
+    ('[{"name": "add", "arguments": {"a": 1}}, {"name": "weather", "arguments": {"city": "[}"}}]', "",
+     [("add", {"a": 1}), ("weather", {"city": "[}"})]),
+    # nothing in a thought is a call
+    (f"<think>I could {HERMES}, or not.</think> Paris.", None, []),
+    (f"<think>[add(a=1)]</think>{HERMES}", "<think>[add(a=1)]</think>", [("weather", {"city": "Paris"})]),
+    # JSON that is no call
+    ('Use {"name": "add", "size": 3} here.', None, []),
+    ('The tool {"name": "add", "description": "x", "parameters": {"type": "object"}} adds.', None, []),
+    ('{"name": "add"}', None, []),
+    ('<tool_call>{"name": "add"}</tool_call>', "", [("add", {})]),
+    ("A set {1, 2}, a list [1, 2], a <tag> and a; semicolon.", None, []),
+    # what models do to JSON
+    ('{"name": "weather", "arguments": {"city": "Pa\n\tris"}}', "", [("weather", {"city": "Pa\n\tris"})]),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", {"a": 1})]),
+    ('{"id": "x", "type": "function", "name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
+    ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', None, []),
+    # Qwen3-Coder, with values as the schema wants them; with JSON inside
+    ("<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "",
+     [("weather", {"city": "Paris"})]),
+    ("I add.\n<function=add>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>", "I add.",
+     [("add", {"a": 7})]),
+    ('<function=add>{"a": 1}</function>', "", [("add", {"a": 1})]),
+    ("<function=rm><parameter=a>1</parameter></function>", None, []),
+    ("<function=add>\n<parameter=a>\n7", None, []),
     ("[add(a=1e999)]", None, []),
     ("[add(**{'a': 1})]", None, []),
 ])
 def test_calls_in_texts(text, said, calls):
-    found = find_calls(text, ["weather", "add"])
-    assert found[0] == (text if said is None else said)
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found[1]] == calls
-    held = TextBeforeCalls()
-    shown = "".join(map(held.add, text))
-    assert found[0].startswith(shown.rstrip()) and len(shown) == held.length
+    for size in (len(text), 1, 3):
+        assert split(CallSplitter(TOOLS), text, size) == (text if said is None else said, calls)
+
+
+def split(splitter, text, size=1):
+    """Text and calls of an answer that comes in pieces of so many characters."""
+    deltas = [splitter.add(Piece([], [], text[at : at + size])) for at in range(0, len(text), size)] + [splitter.end()]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+    return ("".join(delta.get("content", "") for delta in deltas),
+            [(call["name"], json.loads(call["arguments"])) for call in calls])
+
+
+def test_a_thought_that_the_prompt_opened():
+    assert split(CallSplitter(TOOLS, thinking=True), f"or {HERMES}</think>{HERMES}") == (
+        f"or {HERMES}</think>", [("weather", {"city": "Paris"})])
+
+
+def test_one_call_where_no_more_are_wanted():
+    found = split(CallSplitter(TOOLS, most=1), f"{HERMES}{HERMES} Done.")
+    assert found == ("Done.", [("weather", {"city": "Paris"})])
+
+
+def test_beginnings_of_calls_without_end():
+    """Text, and soon."""
+    text = '{"name": "add", "arguments": ' * 20_000
+    assert split(CallSplitter(TOOLS), text, len(text)) == (text, [])
+
+
+@pytest.mark.parametrize(("kind", "value"), [
+    ({"type": "string"}, "7"), ({"type": "integer"}, 7), ({"type": ["number", "null"]}, 7), ({}, "7"),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7), ({"type": ["string", "integer"]}, "7"),
+])
+def test_values_have_the_type_of_the_schema(kind, value):
+    text = "<function=f><parameter=x>7</parameter></function>"
+    assert split(CallSplitter([tool("f", x=kind)]), text) == ("", [("f", {"x": value})])
+
+
+def test_a_boolean_as_python_writes_it():
+    text = "<function=f><parameter=x>\nTrue\n</parameter></function>"
+    assert split(CallSplitter([tool("f", x={"type": "boolean"})]), text) == ("", [("f", {"x": True})])
 
 
 def test_a_stream_shows_all_text_that_is_no_call(client):
     whole = client.chat.completions.create(**OPTIONS, tools=TOOLS).choices[0]
     assert collected(client.chat.completions.create(**OPTIONS, tools=TOOLS, stream=True)) == (
         whole.message.content, {}, whole.finish_reason)
-    held = TextBeforeCalls()
-    assert [held.add(text) for text in ("a <", "b> <too", "th> c", " {", "d")] == ["a ", "<b> ", "<tooth> c", " ", ""]
+    held = CallSplitter(TOOLS)
+    pieces = ("a <", "b> <too", "th> c", " {", 'd} [{"name": ', '"x"}] [ad', "d(", "a=1)]")
+    assert [held.add(Piece([], [], text)).get("content", "") for text in pieces] == [
+        "a", " <b>", " <tooth> c", "", ' {d}', ' [{"name": "x"}]', "", ""]
+    assert held.calls == 1
+
+
+RESPONSE = {  # as Qwen 3's
+    "defaults": {"role": "assistant"}, "start_anchor": "[assistant] ", "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {"open_pattern": r"\s*<call>", "close": "</call>", "repeats": True, "content": "json",
+                       "transform": {"type": "function", "function": "{content}"}},
+        "content": {"close_pattern": r"\s*<\|end\|>", "content": "text"}}}
+CALL = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("text", "opened", "thought", "said", "calls"), [
+    ("Just text. ", False, None, "Just text. ", 0),
+    (f"<think> Hm {{.\n</think>\n\nSo: {CALL}\n{CALL} Done.", False, "Hm {.", "So: Done.", 2),
+    (f"Hm.</think> {CALL}", True, "Hm.", None, 1),
+    (CALL.replace("add", "rm"), False, None, '{"name": "rm", "arguments": {"a": 1}}', 0),  # it is not offered
+    ('<call>{"name": "add"</call> Sorry.', False, None, '{"name": "add"</call> Sorry.', 0),  # it is broken
+    ('<call>{"name": "add", "arg', False, None, '{"name": "add", "arg', 0),  # it is cut off
+])
+def test_a_response_template_is_followed(client, server, monkeypatch, stream, text, opened, thought, said, calls):
+    monkeypatch.setattr(server.pair.tokenizer, "response_template", RESPONSE)
+    if opened:
+        thinking = TEMPLATE.replace("[assistant] ", "[assistant] <think>")
+        monkeypatch.setattr(server.pair.tokenizer, "chat_template", thinking)
+    asked = {**OPTIONS, "tools": TOOLS, "response_format": {"type": "choice", "choice": [text]}}
+    if stream:
+        deltas = [piece.choices[0].delta for piece in client.chat.completions.create(**asked, stream=True)]
+        for name, expected in (("reasoning_content", thought), ("content", said)):
+            assert "".join(getattr(each, name, None) or "" for each in deltas) == (expected or "")
+        assert sum(len(each.tool_calls or []) for each in deltas) == calls
+    else:
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert (getattr(message, "reasoning_content", None), message.content) == (thought, said)
+        assert [json.loads(each.function.arguments) for each in message.tool_calls or []] == [{"a": 1}] * calls
+
+
+def test_a_response_template_does_not_read_a_forced_call_nor_past_a_stop(client, server, monkeypatch):
+    monkeypatch.setattr(server.pair.tokenizer, "response_template", RESPONSE)
+    answer = client.chat.completions.create(**OPTIONS, tools=TOOLS, tool_choice="required").choices[0]
+    assert len(answer.message.tool_calls) == 1
+    answer = client.chat.completions.create(**OPTIONS, stop=["b"], response_format={
+        "type": "choice", "choice": ["<think>x</think>a b c"]}).choices[0]
+    assert (answer.message.content, answer.message.reasoning_content, answer.finish_reason) == ("a", "x", "stop")
 
 
 @pytest.mark.parametrize("tools", [
@@ -332,7 +486,7 @@ def test_a_request_may_switch_drafting(client):
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls must each be ",
      "messages.0.tool_calls"),
     ({"logit_bias": {"x": 1}}, "logit_bias must be", "logit_bias"),
-    ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", None),
+    ({"logit_bias": {"9999999": 1}}, "outside the vocabulary", "logit_bias"),
     ({"echo": True}, "not supported here: echo=True", "echo"),
     ({"best_of": 2}, "not supported here: best_of=2", "best_of"),
     ({"skip_special_tokens": False}, "not supported here: skip_special_tokens=False", "skip_special_tokens"),
@@ -351,26 +505,77 @@ def test_a_request_may_switch_drafting(client):
     ({"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options need stream=true", "stream_options"),
     ({"response_format": {"type": "xml"}}, "of type 'xml' is not known; accepted: json_object, ", "response_format"),
-    ({"loudness": 1}, "accepted: max_new_tokens, temperature, ", "loudness"),
     ({"response_format": {"type": ["object", "nul"]}}, "response_format ", "response_format"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
         "enum": [5]}}}]}, "tools cannot be used: Unsatisfiable schema", "tools"),
-    ({"stop_sequence": "x"}, "accepted: max_new_tokens, temperature, ", "stop_sequence"),
-    ({"guided_json": {}}, 'option \'guided_json\'; use response_format={"type": "json_schema", ', "guided_json"),
+    ({"guided_json": {}}, 'use response_format={"type": "json_schema", ', "guided_json"),
+    ({"structured_outputs": {"json": {}}}, "use response_format=", "structured_outputs"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages.0.audio is not supported",
+     "messages.0.audio"),
+    ({"seed": -2}, "seed must be at least 0, got -2", "seed"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template_kwargs must not have chat_template",
+     "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True, "messages": []}}, "must not have tokenize", "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "rejects the chat", None),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "rejects the chat", None),
     ({"guided_regex": "x"}, 'use response_format={"type": "regex", "regex": R}', "guided_regex"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools must have a JSON schema of an object as parameters, got {'type': 'array'} of f", "tools"),
-    ({"strem": True}, "unknown option 'strem'; did you mean 'stream'?", "strem"),
-    ({"messages": [CHAT[0] | {"contents": "ho"}]}, "contents", "messages.0.contents"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "ho"}]}]}, "txt",
-     "messages.0.content.list[Part].0.txt"),
-    ({"stream_options": {"include_usge": True}}, "include_usge", "stream_options.include_usge"),
 ])
 def test_errors_are_in_our_words(server, changed, said, param):
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **changed})
     error = answer.json()["error"]
     assert answer.status_code == 400 and said in error["message"] and error["param"] == param
     assert "Input should" not in error["message"] and "Value error" not in error["message"]
+
+
+@pytest.mark.parametrize(("changed", "ignored"), [
+    ({"reasoning_effort": "low", "metadata": {"a": 1}, "thresold": 1}, "metadata, reasoning_effort, thresold"),
+    ({"user": None, "seed": -1, "min_tokens": 2, "stop": []}, None),  # null; those that we know
+    ({"messages": [CHAT[0] | {"type": "text"}]}, "messages.type"),  # as lm-eval's
+    ({"messages": [{"role": "user", "content": [
+        {"type": "text", "text": CHAT[0]["content"], "cache_control": {"type": "ephemeral"}}]}]},
+     "messages.content.cache_control"),
+    ({"prediction": {"type": "content", "content": "x", "more": 1}}, "prediction.more"),
+    ({"a\r\nX-Evil: 1": 1, "é": 1}, "%C3%A9, a%0D%0AX-Evil%3A%201"),
+    ({"x" * 10_000: 1}, "x" * 64),
+])
+def test_unknown_fields_are_ignored_and_named(server, client, changed, ignored, caplog):
+    plain = client.chat.completions.create(**OPTIONS).choices[0].message.content
+    for stream in (False, True, False):
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**OPTIONS, **changed, "stream": stream})
+        assert answer.status_code == 200 and answer.headers.get("x-eagle-fsd-ignored") == ignored
+    assert answer.json()["choices"][0]["message"]["content"] == plain
+    for name in ignored.split(", ") if ignored else []:
+        assert sum(f"the field {name} of" in record.getMessage() for record in caplog.records) <= 1
+
+
+def test_what_agents_send_back_is_rendered(client, server):
+    """Whatever an earlier answer had, here or elsewhere."""
+    turns = [*CHAT, {"role": "assistant", "reasoning_content": "", "provider_specific_fields": {"refusal": None},
+                     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]},
+             {"role": "tool", "tool_call_id": "c", "content": "3"},
+             {"role": "assistant", "content": None, "annotations": []}, *CHAT]
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_the_chat_template_gets_what_it_reads(client, server, monkeypatch):
+    """Also through `generate`."""
+    shown = ("{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }};{% endfor %}"
+             "{% if add_generation_prompt %}assistant: {% endif %}{{ enable_thinking }}")
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", shown)
+    chat = [{"role": "user", "content": "{{ 7 * 7 }}"},
+            {"role": "assistant", "content": "So", "reasoning_content": "R"}]
+    for given, prompt in (
+            ({}, "user: {{ 7 * 7 }};assistant: RSo;assistant: "),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "user: {{ 7 * 7 }};assistant: RSo;assistant: False"),
+            ({"add_generation_prompt": False}, "user: {{ 7 * 7 }};assistant: RSo;"),
+            ({"continue_final_message": True}, "user: {{ 7 * 7 }};assistant: RSo")):
+        answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=9, extra_body=given)
+        ours = given.get("chat_template_kwargs", given)
+        assert render_chat(chat, server.pair, ours) == prompt
+        assert answer.choices[0].message.content == eagle_fsd.generate(
+            chat, server.pair, max_new_tokens=9, chat_template_kwargs=ours).text
 
 
 def test_values_of_other_servers_that_change_nothing_are_accepted(server):
@@ -407,3 +612,30 @@ def test_a_page_from_elsewhere_is_refused(server, headers, status):
     body = json.dumps({"messages": CHAT, "max_tokens": 1})
     answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("host", "origin", "status"), [
+    ("192.168.1.5:8000", None, 200), ("192.168.1.5:8000", "http://192.168.1.5:8000", 200),
+    ("eagle:8000", None, 200), (f"{socket.gethostname()}:8000", f"http://{socket.gethostname()}:8000", 200),
+    ("evil.example:8000", "http://evil.example:8000", 403), ("192.168.1.5:8000", "http://evil.example:8000", 403)])
+def test_a_page_of_a_name_that_resolves_to_this_machine_is_refused(server, host, origin, status):
+    """Though its Host is its Origin."""
+    app = create_app(server.engine, "tiny", ServeOptions(host="0.0.0.0"), {})
+    headers = {"Host": host} | ({"Origin": origin} if origin else {})
+    answer = TestClient(app).post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1}, headers=headers)
+    assert answer.status_code == status
+
+
+def test_a_page_with_the_key_may_use_the_server(server):
+    app = TestClient(create_app(server.engine, "tiny", ServeOptions(), {}, key="k"))
+    page = {"Origin": "http://elsewhere.example"}
+    asked = app.options("/v1/chat/completions", headers=page | {
+        "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"})
+    assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == "*"
+    assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+    for key, status in (("k", 200), ("j", 401)):
+        answer = app.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1, "mood": 1},
+                          headers=page | {"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status and answer.headers["access-control-allow-origin"] == "*"
+    assert "x-eagle-fsd-ignored" in asked.headers.get("access-control-expose-headers", "").lower() + answer.headers[
+        "access-control-expose-headers"].lower()

@@ -1,13 +1,13 @@
-"""The target's adapter: prompts that are read in parts."""
+"""The target's adapter: prompts that are read in parts, what its last layer returns."""
 
 import pytest
 import torch
-from tiny import PROMPT, tiny_head, tiny_target
+from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.growth import extend_draft
 from eagle_fsd.models import target as target_module
-from eagle_fsd.models.target import TargetModel
+from eagle_fsd.models.target import TargetModel, find_norm
 
 TREE = TreeConfig(8, 3, 2)
 
@@ -41,3 +41,14 @@ def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
             alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]
             torch.testing.assert_close(got[row], alone, rtol=1e-4, atol=1e-5)
         assert cache.lengths == list(lengths)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_the_last_layers_output_is_what_enters_the_norm(family):
+    target = TargetModel(tiny_target(family), check=False)
+    count = len(target.decoder_layers)
+    target.layers = (0, count)
+    features = target.features(torch.tensor([PROMPT]), use_cache=False)
+    output, last = features[..., -2 * target.hidden_size :].chunk(2, -1)
+    torch.testing.assert_close(find_norm(target.decoder, target.decoder_layers)(output), last)

@@ -569,7 +569,7 @@ def test_references_as_they_come():
 
 
 def test_references_need_a_tokenizer_of_the_targets():
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match="reference needs a tokenizer"):
         eagle_fsd.generate(PROMPT, tiny_pair(), reference="a")
     small = tiny_pair(tokenizer=tiny_tokenizer(), vocab_size=20)  # the tokenizer knows more tokens than the target
     with pytest.raises(ValueError, match="outside the vocabulary"):

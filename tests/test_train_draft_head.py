@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from matplotlib.image import imread
 from safetensors.torch import load_file
-from tiny import CHAT_TEMPLATE, PROMPT, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, PROMPT, save_pair, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
@@ -41,7 +42,7 @@ from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.features import write_features
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
-from train.schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
+from train.schedule import DocumentSplit, Schedule, feature_noise, split_batch
 from train.train_draft_head import main, train
 from train.trainer import Trainer
 
@@ -117,10 +118,12 @@ def test_the_run_says_what_it_measured(place, whole):
     assert [e["step"] for e in evaluations] == [6, 12] and all(1 <= e["tau"] <= 4 for e in evaluations)
     best = json.loads((whole / "best" / "evaluation.json").read_text())
     assert best["tau"] == max(e["tau"] for e in evaluations)
+    card = (whole / "best" / "README.md").read_text()
+    assert f": {best['step']} steps of up to" in card and f"| {best['tau']:.2f} |" in card
     card = (whole / "head" / "README.md").read_text()
     assert "| with this head |" in card and str(place) not in card and "base_model" not in card
     assert "# EAGLE draft head for target\n" in card
-    assert (whole / "training.png").stat().st_size > 1000
+    assert imread(whole / "training.png").std() > 0  # something is drawn
     for found in evaluations:  # the sum over levels is tau - 1
         assert len(found["accepted"]) == 3 and 1 + sum(found["accepted"]) == pytest.approx(found["tau"], abs=1e-3)
     assert len(list((whole / "states").iterdir())) == 2  # keep=2
@@ -165,8 +168,82 @@ def test_killed_by_force_it_resumes_to_the_same_curve_and_weights(place, whole):
     assert_same_run(output, whole)
     run(place, "killed")  # a finished run trains no further
     assert_same_run(output, whole)
-    with pytest.raises(ValueError, match=r"other settings \(lr, seed\)"):
+    with pytest.raises(ValueError, match=r"another lr \(was 0.003, now 0.001\), seed \(was 0, now 3\): .* --init-from"):
         run(place, "killed", lr=1e-3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def others(place) -> dict[str, Path]:
+    """Copies of a dataset, a target and a head of the same sizes and names, and such with other content."""
+    for name in ("data", "target"):
+        shutil.copytree(place / name, place / "copy" / name)
+    documents = Documents.load(place / "data")
+    tokens = documents.tokens.copy()
+    tokens[-1] = 4 if tokens[-1] == 3 else 3
+    Documents(tokens, documents.learned, documents.ends).save(place / "other" / "data")
+    tiny_target(num_hidden_layers=8, attention="sdpa", seed=7).save_pretrained(place / "other" / "target")
+    for seed, name in ((0, "one head"), (1, "other head")):
+        save_head(tiny_pair(seed=seed).draft, place / name)
+    return {name: place / name for name in ("copy", "other", "one head", "other head")}
+
+
+@pytest.mark.parametrize(("first", "then", "part"), [
+    ({}, {"data": "other/data"}, "data"), ({}, {"target": "other/target"}, "target"),
+    ({}, {"eval_data": "copy/data"}, "eval_data"), ({"eval_data": "data"}, {"eval_data": "other/data"}, "eval_data"),
+    ({"init_from": "one head"}, {"init_from": "other head"}, "init_from"), ({}, {"features": "stored"}, "features"),
+    ({"evaluate": False}, {"evaluate": True}, "split"), ({}, {"eval_documents": 2}, "split"),
+    ({}, {"eval_tokens": 9}, "eval_tokens"), ({}, {"tree": TreeConfig(8, 3, 2)}, "tree"),
+    ({}, {"objective": OBJECTIVES["hass"]}, "objective"), ({}, {"target_dtype": "bfloat16"}, "target_dtype"),
+    ({}, {"steps": 3}, "steps"), ({}, {"batch_tokens": 64}, "batch_tokens"), ({}, {"warmup": 1}, "warmup"),
+])
+def test_a_run_resumes_only_with_what_it_depends_on(place, others, tmp_path, monkeypatch, first, then, part):
+    """What a setting names is compared by its content; the message says which part changed."""
+    write_features(TargetModel(load_target(place / "target", dtype="float32")[0]), Documents.load(place / "data"),
+                   place / "stored")
+
+    def changed(changes: dict) -> dict:
+        paths = {"data", "target", "eval_data", "init_from", "features"}
+        return {name: (str if name in ("target", "init_from") else Path)(place / value) if name in paths else value
+                for name, value in changes.items()}
+
+    small = {"steps": 2, "decode_prompts": 0}
+    run(place, tmp_path / "run", **small | changed(first))
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("computed something"))
+    with pytest.raises(ValueError, match=rf"run was made with another (.*\), )?{part} \(was "):
+        run(place, tmp_path / "run", **small | changed(first | then))
+
+
+def test_what_is_equal_or_measures_only_may_change(place, others, tmp_path, monkeypatch):
+    small = {"steps": 2, "decode_prompts": 0, "eval_data": place / "data", "evaluate": False}
+    run(place, tmp_path / "run", **small)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("trains again"))
+    run(place, tmp_path / "moved", **small | {
+        "data": place / "copy" / "data", "target": str(place / "copy" / "target"),
+        "eval_data": place / "copy" / "data", "evaluate": True, "save_every": 5, "save_minutes": 1.0, "keep": 1,
+        "log_every": 3, "eval_every": 1, "decode_prompts": 1, "decode_tokens": 4})
+    assert json.loads((tmp_path / "moved" / "head" / "evaluation.json").read_text())["tau"] >= 1
+
+
+def test_features_in_another_dtype_or_quantisation_are_refused(place, tmp_path):
+    write_features(TargetModel(load_target(place / "target", dtype="bfloat16")[0]), Documents.load(place / "data"),
+                   tmp_path / "features")
+    given = {"features": tmp_path / "features", "steps": 2, "evaluate": False}
+    with pytest.raises(ValueError, match="another dtype .was torch.bfloat16, now torch.float32.: pass --target-dtype"):
+        run(place, tmp_path / "run", **given)
+    with pytest.raises(ValueError, match="another dtype .*quantization .was None, now int8"):
+        run(place, tmp_path / "run", quantization="int8", **given)
+    run(place, tmp_path / "run", **given | {"target_dtype": "auto"})  # theirs
+
+
+def test_answers_that_end_before_any_draft_leave_a_head(place, tmp_path):
+    """The target ends all answers at once: there is no cycle to measure."""
+    model = tiny_target(num_hidden_layers=8, attention="sdpa")
+    model.generation_config.eos_token_id = list(range(32))
+    model.config.eos_token_id = list(range(32))
+    model.save_pretrained(tmp_path / "target")
+    head = run(place, tmp_path / "run", target=str(tmp_path / "target"), steps=2, decode_prompts=0)
+    assert json.loads((head / "evaluation.json").read_text())["tau"] == 1.0
 
 
 def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):
@@ -210,7 +287,8 @@ def test_a_state_that_cannot_be_read_is_set_aside(place, whole, names, caplog):
         (output / "states" / state / name).write_bytes(b"")
     run(place, output.name)
     assert_same_run(output, whole)
-    assert {path.stem for path in (output / "states").glob("*.unreadable")} == set(damaged)
+    found = {path.name for path in (output / "states").glob("unreadable-*")}
+    assert found == {f"unreadable-{name}" for name in damaged}
     assert f"continuing from {'step-8' if len(names) == 1 else 'the beginning'}" in caplog.text
     run(place, output.name)  # and is not looked at again
     assert caplog.text.count("is unreadable") == len(names)
@@ -364,9 +442,15 @@ def test_every_document_is_seen_once_per_epoch_and_held_out_ones_never(place):
 
 
 def test_learning_rate_rises_then_falls_to_zero(place):
-    config = settings(place, "x", lr=1.0, warmup=4)
-    rates = [learning_rate(config, step, 12) for step in range(13)]
-    np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1.0, *np.linspace(1, 0, 9)])
+    run(place, "rates", lr=1e-2, warmup=4, evaluate=False)
+    rates = [record["lr"] for record in records(place / "rates")]
+    np.testing.assert_allclose(rates, [0, 0.0025, 0.005, 0.0075, *np.linspace(1e-2, 0, 9)[:-1]])
+
+
+def test_a_warm_up_longer_than_the_run_is_shortened_and_said(place, caplog):
+    run(place, "warm", lr=1e-2, warmup=2000, steps=20, evaluate=False)
+    rates = [record["lr"] for record in records(place / "warm")]
+    assert max(rates) == rates[2] == 1e-2 and "the warm-up of 2000 steps would take the whole run of 20" in caplog.text
 
 
 def test_noise_belongs_to_the_document_and_fades_with_length():
@@ -379,18 +463,33 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
 
 
 @pytest.mark.parametrize(("changes", "match"), [
-    ({"steps": 0}, "steps must be at least 1, got 0"), ({"lr": 0}, "lr must be a number above 0, got 0"),
+    ({"steps": 0}, "steps must be at least 1, got 0"), ({"eval_tokens": 1}, "eval_tokens must be at least 2, got 1"),
+    ({"lr": 0}, "lr must be a number above 0, got 0"),
     ({"clip": "both"}, "clip must be one of norm, value"), ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
     ({"layers": (0, 8)}, "layers is not a setting of an eagle2 head"),
-    ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 8)}, r"must be distinct .*got \(0, 8\)"),
+    ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 9)}, r"must be distinct .*got \(0, 9\)"),
     ({"quantization": "int8"}, "needs stored features"),
     ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is not a dataset"),
 ])
 def test_bad_settings_are_refused(place, changes, match):
     with pytest.raises(ValueError, match=match):
         run(place, "refused", **changes)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_from_conversations_to_a_head_for_int8(place, tmp_path):
+    """Answers, features and evaluations load the target in three ways, and know it as the same."""
+    pair = tiny_pair(tokenizer=tiny_tokenizer())
+    pair.tokenizer.chat_template = CHAT_TEMPLATE
+    save_pair(tmp_path, pair)
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abcdef" for b in "mno"))
+    given = {"target": str(tmp_path / "target"), "data": None, "conversations": (str(tmp_path / "asked.jsonl"),),
+             "quantization": "int8", "steps": 2, "decode_prompts": 0, "target_dtype": "bfloat16"}
+    for _ in range(2):
+        head = run(place, tmp_path / "run", **given)
+    assert json.loads((head / "evaluation.json").read_text())["tau"] >= 1
 
 
 def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
@@ -422,9 +521,28 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
     for changes in ({"data": place / "data"}, {"conversations": ()}):
         with pytest.raises(ValueError, match="pass either --conversations or --data"):
             train(settings(place, tmp_path / "run", **given | changes))
+    with monkeypatch.context() as context:  # what is stored is of other weights, template or quantisation
+        context.setattr(Trainer, "train_step", lambda self: pytest.fail("computed something"))
+        with pytest.raises(ValueError, match="data was made with another quantization .was None, now int8"):
+            train(settings(place, tmp_path / "run", **given, quantization="int8"))
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("<user>", "<user> ")
+        tokenizer.save_pretrained(tmp_path / "target")
+        with pytest.raises(ValueError, match="data was made with another chat_template .was "):
+            train(settings(place, tmp_path / "run", **given))
+        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.save_pretrained(tmp_path / "target")
+        tiny_target(seed=5).save_pretrained(tmp_path / "target")
+        for missing in ("states", "features"):
+            shutil.rmtree(tmp_path / "run" / missing, ignore_errors=True)
+            with pytest.raises(ValueError, match="run/data was made with another target .was Llama"):
+                train(settings(place, tmp_path / "run", **given))
+        with pytest.raises(ValueError, match="run/data was made with another target .was Llama"):  # an EAGLE-3 head
+            train(settings(place, tmp_path / "run", **given | {
+                "head": "eagle3", "layers": (0, 1), "objective": make_objective("eagle3,aligned_steps=2")}))
+        tiny_target().save_pretrained(tmp_path / "target")
     lines = asked.read_text().splitlines()
     asked.write_text("\n".join(lines[:9]))
-    with pytest.raises(ValueError, match="asked.jsonl changed since its answers in .*data were made"):
+    with pytest.raises(ValueError, match="data was made with another conversations .was"):
         train(settings(place, tmp_path / "run", **given))
     with pytest.raises(ValueError, match="asked.jsonl has 9 usable conversations, and 10 are needed"):
         train(settings(place, tmp_path / "few", **given))
@@ -466,6 +584,20 @@ def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
     assert [(row["run"], row["seed"]) for row in rows] == [(n, s) for n in ("plain", "narrow") for s in (0, 1)]
     assert all(row["tau"] >= 1 and row["steps"] >= 1 and row["tokens_per_second"]["exact"] > 0 for row in rows)
     capsys.readouterr()
+    folder, data = tmp_path / "study", tmp_path / "data"
+    Documents.of([([3, 4, 5, 6], [True] * 4)] * 8).save(data)
+    shutil.copytree(place / "target", tmp_path / "target")
+    tiny_target(num_hidden_layers=8, seed=5).save_pretrained(tmp_path / "target")
+    others = [word for word in words if word != f"plain={small}"]
+    for more, name in (([*words, "--minutes", "0.02"], "minutes (was 0.01, now 0.02)"),
+                       ([*words, "--documents", "5"], "documents (was 4, now 5)"),
+                       ([*words, "--recipe", "eagle3"], "recipe ("),
+                       ([*others, f"plain={small} --lr 2"], "flags ("), ([*words, "--data", str(data)], "data ("),
+                       ([*words, "--target", str(tmp_path / "target")], "target (")):
+        assert study.main(more) == 2 and f"plain.plan.json was made with another {name}" in capsys.readouterr().err
+    (folder / "plain.plan.json").unlink()
+    assert study.main([*words, "--minutes", "0.02"]) == 2 and "result.json was made" in capsys.readouterr().err
+    assert len(started) == 6
     for wrong, said in ((["--run", "plain=--lr 2"], "name is taken"), (["--run", "x y"], 'is not "NAME=FLAGS"'),
                         (["--minutes", "0"], "--minutes must be"), (["--recipe", "huge"], "--recipe must be")):
         assert study.main([*words, *wrong]) == 2 and said in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_rows_are_copied_once_per_target():
     rows = pair.draft.output_rows
     assert EagleModel.from_parts(pair.target.model, pair.draft).draft.output_rows is rows
     other = EagleModel.from_parts(tiny_target(seed=1), pair.draft)
-    assert pair.draft.output_rows is not rows and pair.draft.output_rows.copied_from(other.target.lm_head)
+    assert pair.draft.output_rows is rows and other.draft.output_rows.copied_from(other.target.lm_head)
     other.target.model.bfloat16()
     half = EagleModel.from_parts(other.target.model, pair.draft)
     assert half.draft.output_rows.layer.weight.dtype == torch.bfloat16

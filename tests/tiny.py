@@ -217,13 +217,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_trainable_pair() -> EagleModel:
+def tiny_trainable_pair(seed: int = 0) -> EagleModel:
     """A tiny pair whose chat template ends answers with </s>, so that a head can learn their ends."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "<s>{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}</s>{% else %}"
         "<user>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}")
-    return tiny_pair(tokenizer=tokenizer)
+    return tiny_pair(seed=seed, tokenizer=tokenizer)
 
 
 def tiny_chat_pair(family: str = "llama", **options) -> EagleModel:

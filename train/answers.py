@@ -2,19 +2,23 @@
 
 User turns come from existing conversations or from the target: after its template's opening of a user turn, it writes
 what a user would ask (Magpie, arXiv 2406.08464). Finished answers are appended to a JSON lines file, the store, from
-which an interrupted run continues.
+which an interrupted run continues. Its first line has all that answers depend on. Answers are found again by the turns
+of their conversation, so that the data may change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
+from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +28,11 @@ from eagle_fsd import EagleModel
 from eagle_fsd.api import decode_requests, with_options
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.encoding import ANYTHING, render
-from eagle_fsd.data.files import append_lines, read_lines, write_lines
+from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.measure.statistics import repetition
+from eagle_fsd.prompts import ChatTokens, end_of_turn
 from eagle_fsd.requests import make_requests
 
 log = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ def local_writer(model: EagleModel) -> Write:
 
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         limit = model.target.max_positions
-        prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        prompts = [ChatTokens(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         fitting = [number for number, ids in enumerate(prompts) if limit is None or len(ids) < limit]
         for number in set(range(len(texts))) - set(fitting):
             done(number, BadRow("prompt too long to answer"))
@@ -79,13 +84,18 @@ def local_writer(model: EagleModel) -> Write:
     return write
 
 
-def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, concurrency: int) -> Write:
+def endpoint_writer(
+    url: str, name: str | None, tokenizer: PreTrainedTokenizerBase, concurrency: int
+) -> tuple[Write, str]:
     """Write with the target on an OpenAI-compatible server, by its completions endpoint and with token ids as prompts.
 
     Args:
         url: base URL, including "/v1".
         name: name of the model on the server; None: the server's first model.
         concurrency: concurrent requests, ideally the number of the server's slots.
+
+    Returns:
+        The writer, and the name of the model.
 
     Raises:
         ImportError: the package openai is not installed.
@@ -102,7 +112,9 @@ def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBa
         raise ValueError(f"--endpoint {url} does not answer: {error}") from error
     if name is None:
         raise ValueError(f"--endpoint {url} lists no model: pass --endpoint-model")
-    extra: dict[str, object] = {"return_token_ids": True}  # a vLLM option, which other servers may reject
+    extra: dict[str, object] = {"return_token_ids": True}  # options of vLLM, which other servers may reject
+    if (turn := end_of_turn(tokenizer)) is not None:
+        extra["stop_token_ids"] = [turn]
 
     def ask(text: str, seed: int, sampling: Mapping) -> Completion | BadRow:
         body = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
@@ -119,7 +131,10 @@ def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBa
         except openai.BadRequestError as error:
             log.warning("the server rejects a prompt: %s", error)
             return BadRow("rejected by the server")
-        return Completion(choice.text, getattr(choice, "token_ids", None))
+        ids = getattr(choice, "token_ids", None)
+        if ids is None and choice.finish_reason == "length":  # without them, its text would be learned with an end mark
+            ids = tokenizer(choice.text, add_special_tokens=False)["input_ids"]
+        return Completion(choice.text, ids)
 
     def write(texts: Sequence[str], seeds: Sequence[int], done: Callable, **sampling: object) -> None:
         pool = ThreadPoolExecutor(concurrency)
@@ -131,7 +146,7 @@ def endpoint_writer(url: str, name: str | None, tokenizer: PreTrainedTokenizerBa
         finally:
             pool.shutdown(cancel_futures=True)
 
-    return write
+    return write, name
 
 
 class Respondent:
@@ -152,7 +167,8 @@ class Respondent:
     @property
     def settings(self) -> dict[str, object]:
         """The settings on which the answers depend."""
-        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens,
+                "seed": self.seed if self.temperature else None}
 
     @property
     def speed(self) -> dict[str, object]:
@@ -227,59 +243,80 @@ def open_store(store: Path, about: dict) -> list:
     """The entries of a store, which is created if it does not exist.
 
     Args:
-        about: settings of the store, kept in its first line.
+        about: all that the answers depend on, kept in the store's first line.
 
     Raises:
-        ValueError: the store has other settings.
+        ValueError: the store has answers that depend on something else.
     """
     header, *finished = read_lines(store) or [None]
-    if not finished:  # without an answer, its settings do not matter
+    if not finished:  # without an answer, it does not matter
         store.parent.mkdir(parents=True, exist_ok=True)
         write_lines(store, [about])
-    elif header != json.loads(json.dumps(about)):
-        raise ValueError(f"{store} has answers with other settings, {header}: delete it or choose another folder")
+    else:
+        check_same(store, header, about)
     return finished
 
 
-def regenerate(
-    records: Sequence[Record], writer: Respondent, store: Path, about: dict | None = None
-) -> Iterator[Record]:
+def keys_of(records: Iterable[Record]) -> list[str | None]:
+    """The key of each conversation in a store, a digest of its turns without the answers; None for other records. Equal
+    conversations are numbered, because samples of their answers differ."""
+    seen: Counter[str] = Counter()
+    keys: list[str | None] = []
+    for record in records:
+        if record.messages is None:
+            keys.append(None)
+            continue
+        turns = [[each["role"], "" if each["role"] == "assistant" else each["content"]] for each in record.messages]
+        digest = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:24]
+        keys.append(f"{digest}-{seen[digest]}")
+        seen[digest] += 1
+    return keys
+
+
+def seed_of(*parts: object) -> int:
+    """A seed of 31 bits, the most that all servers take, which different parts do not share."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+
+
+def regenerate(records: Sequence[Record], writer: Respondent, store: Path, about: dict) -> Iterator[Record]:
     """Replace every answer in the records by the target's, turn by turn, decoded losslessly.
 
     Conversations of similar length are answered together. Each has its own seed, so its answers do not depend on the
     others.
 
     Args:
-        about: further settings on which the answers depend.
+        about: what the answers depend on besides their conversation and the writer's settings.
 
     Raises:
-        ValueError: the store has other settings.
+        ValueError: the store has answers that depend on something else.
     """
-    done: dict[int, Messages | str] = {}
-    begun: dict[int, Messages] = {}  # conversations with some of their answers
-    for number, outcome, *more in open_store(store, writer.settings | (about or {})):
-        (begun if more else done)[number] = outcome
-    numbered, answerable = enumerate(records), sum(record.messages is not None for record in records)
-    with Progress(desc="answers", unit="conversation", total=answerable, done=len(done)) as progress:
+    keys = keys_of(records)
+    done: dict[str, Messages | str] = {}
+    begun: dict[str, Messages] = {}  # conversations with some of their answers
+    for key, outcome, *more in open_store(store, writer.settings | about):
+        (begun if more else done)[key] = outcome
+    answerable = [key for key in keys if key is not None]
+    rows = zip(keys, records, strict=True)
+    with Progress(desc="answers", unit="conversation", total=len(answerable),
+                  done=sum(key in done for key in answerable)) as progress:
 
-        def keep(number: int, outcome: Messages | str, whole: bool) -> None:
-            append_lines(store, [[number, outcome] if whole else [number, outcome, "more"]])
+        def keep(key: str, outcome: Messages | str, whole: bool) -> None:
+            append_lines(store, [[key, outcome] if whole else [key, outcome, "more"]])
             if whole:
-                done[number] = outcome
+                done[key] = outcome
                 progress.update(1, **writer.speed)
 
-        while window := list(islice(numbered, WINDOW * writer.batch)):
-            todo = {number: record.messages for number, record in window
-                    if record.messages is not None and number not in done}
+        while window := list(islice(rows, WINDOW * writer.batch)):
+            todo = {key: record.messages for key, record in window if key is not None and key not in done}
             # Batches have the same number of turns and similar length.
-            order = sorted(todo, key=lambda number: (len(todo[number]), question_length(todo[number])))
+            order = sorted(todo, key=lambda key: (len(todo[key]), question_length(todo[key])))
             for start in range(0, len(order), writer.batch):
-                batch = {number: todo[number] for number in order[start : start + writer.batch]}
+                batch = {key: todo[key] for key in order[start : start + writer.batch]}
                 answer_batch(batch, begun, writer, keep)
-            for number, record in window:
-                answer = done.pop(number, None)
-                if answer is None:
-                    yield record
+            for key, record in window:
+                answer = record if key is None else done.pop(key)
+                if isinstance(answer, Record):
+                    yield answer
                 else:
                     yield Record(reason=answer) if isinstance(answer, str) else Record(messages=answer)
 
@@ -290,50 +327,50 @@ def question_length(messages: Messages) -> int:
 
 
 def answer_batch(
-    batch: dict[int, Messages], begun: dict[int, Messages], writer: Respondent,
-    keep: Callable[[int, Messages | str, bool], None],
+    batch: dict[str, Messages], begun: dict[str, Messages], writer: Respondent,
+    keep: Callable[[str, Messages | str, bool], None],
 ) -> None:
     """Answer a batch of conversations. One ends before a turn without an answer; if it has no answer, it is a bad row.
 
     Args:
         begun: conversations with some of their answers.
-        keep: called after each answer with the number, the conversation so far or why it is bad, and whether it is
+        keep: called after each answer with the key, the conversation so far or why it is bad, and whether it is
             complete.
     """
-    written = {number: list(begun.get(number, [])) for number in batch}
+    written = {key: list(begun.get(key, [])) for key in batch}
     for place in range(max(map(len, batch.values()))):
-        going = [number for number, messages in batch.items() if len(written[number]) == place < len(messages)]
-        asked = [number for number in going if batch[number][place]["role"] == "assistant"]
-        for number in set(going) - set(asked):
-            written[number].append(batch[number][place])
+        going = [key for key, messages in batch.items() if len(written[key]) == place < len(messages)]
+        asked = [key for key in going if batch[key][place]["role"] == "assistant"]
+        for key in set(going) - set(asked):
+            written[key].append(batch[key][place])
 
-        def answered(at: int, answer: Message | BadRow, asked: list[int] = asked) -> None:
-            number = asked[at]
+        def answered(at: int, answer: Message | BadRow, asked: list[str] = asked) -> None:
+            key = asked[at]
             if isinstance(answer, BadRow):
-                last = max((i + 1 for i, each in enumerate(written[number]) if each["role"] == "assistant"), default=0)
-                keep(number, written[number][:last] or str(answer), True)
+                last = max((i + 1 for i, each in enumerate(written[key]) if each["role"] == "assistant"), default=0)
+                keep(key, written[key][:last] or str(answer), True)
             else:
-                written[number].append(answer)
-                keep(number, written[number], len(written[number]) == len(batch[number]))
+                written[key].append(answer)
+                keep(key, written[key], len(written[key]) == len(batch[key]))
 
-        writer.answers([written[number] for number in asked], [writer.seed + number for number in asked], answered)
+        writer.answers([written[key] for key in asked], [seed_of(writer.seed, key, place) for key in asked], answered)
 
 
 def self_prompted(
-    count: int, writer: Respondent, store: Path, *, follow_ups: float = 0.3, about: dict | None = None
+    count: int, writer: Respondent, store: Path, about: dict, *, follow_ups: float = 0.3
 ) -> Iterator[Record]:
     """Conversations in which the target writes both sides.
 
     Args:
         count: number of conversations.
-        follow_ups: share of the conversations with a second turn.
         about: as in `regenerate`.
+        follow_ups: share of the conversations with a second turn.
 
     Raises:
-        ValueError: the store has other settings, or hardly any user turn is worth an answer.
+        ValueError: the store has answers that depend on something else, or hardly any user turn is worth an answer.
     """
-    settings = writer.settings | {"follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True}
-    stored = open_store(store, settings | (about or {}))
+    stored = open_store(store, writer.settings | about | {
+        "seed": writer.seed, "follow_ups": follow_ups, "batch": writer.batch, "self_prompted": True})
     seen = {messages[0]["content"].casefold() for _, messages in stored}
     conversations = [messages for _, messages in stored]
     first = batch = max((batch for batch, _ in stored), default=-1) + 1
@@ -362,7 +399,7 @@ def write_batch(
     going: dict[int, Messages] = {}
 
     def answered(number: int, messages: Messages) -> None:
-        if number % 10 < 10 * follow_ups:
+        if floor((number + 1) * follow_ups) > floor(number * follow_ups):  # spread evenly
             going[number] = messages
         else:
             keep(messages)
@@ -390,7 +427,7 @@ def ask_and_answer(
         seen: earlier user turns, which are not repeated; new ones are added.
     """
     def seeds(numbers: Iterable[int], turn: int) -> list[int]:
-        return [writer.seed + 4 * number + turn for number in numbers]
+        return [seed_of(writer.seed, number, turn) for number in numbers]
 
     asked: dict[int, Messages] = {}
     turns = writer.user_turns(list(conversations.values()), seeds(conversations, turn))

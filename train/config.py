@@ -20,7 +20,7 @@ ObjectiveText = Annotated[Objective, PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, Objective),
     str_from_instance=lambda objective: [objective_text(objective)])]
 COUNTS = ("steps", "batch_tokens", "gradient_accumulation", "save_every", "keep", "eval_every", "eval_documents",
-          "eval_tokens", "decode_tokens", "log_every")
+          "log_every")
 SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -37,7 +37,7 @@ class TrainingConfig:
         data: dataset from prepare_data, instead of --conversations.
         features: folder that the module features wrote. If omitted: the target computes the features in every step.
         target_dtype: dtype of the target when it computes features and in evaluations. auto: bfloat16, or float32 on a
-            CPU where bfloat16 is slower.
+            CPU where bfloat16 is slower; with --features, theirs.
         quantization: int8: 8-bit weights of the target on a CPU, for its answers, features and evaluations.
         device_map: how accelerate places a large target, for example auto.
         trust_remote_code: run code from the target's repository.
@@ -60,7 +60,7 @@ class TrainingConfig:
         batch_tokens: tokens in one optimizer step, over all processes and including padding.
         gradient_accumulation: forward passes into which each process splits its share of a step.
         lr: peak learning rate, after the warm-up. It then falls linearly to zero.
-        warmup: steps in which the learning rate rises linearly.
+        warmup: steps in which the learning rate rises linearly from zero; a tenth of the steps if there are no more.
         betas: betas of AdamW.
         weight_decay: weight decay of AdamW.
         clip: clip gradients by norm, or by value as in the published EAGLE recipe.
@@ -76,9 +76,9 @@ class TrainingConfig:
         eval_every: steps between evaluations.
         eval_data: dataset for evaluations. If omitted: the last --eval-documents of --data, which are then not learned.
         eval_documents: number of held-out documents whose answers are decoded.
-        eval_tokens: tokens to decode of each.
+        eval_tokens: tokens to decode of each, at least 2: the first comes before any draft.
         decode_prompts: prompts to decode with and without the finished head, to compare speeds, for example 24.
-        decode_tokens: tokens to decode of each.
+        decode_tokens: tokens to decode of each, at least 2.
         tree: draft tree of the evaluations.
         tracker: where accelerate also logs.
         cpu: train on the CPU even if there is a GPU.
@@ -139,6 +139,8 @@ class TrainingConfig:
         for name in (*COUNTS, *SIZES):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
+        for name in ("eval_tokens", "decode_tokens"):
+            require_integer(name, getattr(self, name), 2)
         require_integer("warmup", self.warmup, 0)
         require_integer("decode_prompts", self.decode_prompts, 0)
         for name in ("lr", "epochs", "clip_at", "save_minutes"):

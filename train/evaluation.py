@@ -40,14 +40,15 @@ TOGETHER = 16  # prompts in one batch
 
 
 def tau_of(outputs: Iterable[Output]) -> float:
-    """Mean over all cycles of all answers."""
-    return statistics.fmean(length + 1 for output in outputs for length in output.stats.accepted_lengths)
+    """Mean over all cycles of all answers; 1 if all answers ended before the first cycle."""
+    lengths = [length + 1 for output in outputs for length in output.stats.accepted_lengths]
+    return statistics.fmean(lengths or [1])
 
 
 def accepted_at(outputs: Iterable[Output], depth: int) -> list[float]:
     """Share of cycles that accept at least 1, 2, ..., `depth` tokens. Their sum is tau - 1."""
     lengths = [length for output in outputs for length in output.stats.accepted_lengths]
-    return [sum(length >= place for length in lengths) / len(lengths) for place in range(1, depth + 1)]
+    return [sum(length >= place for length in lengths) / max(1, len(lengths)) for place in range(1, depth + 1)]
 
 
 def decode(model: EagleModel, prompts: list[list[int]], config: TrainingConfig) -> list[Output]:
@@ -86,15 +87,15 @@ class Evaluation:
     def __init__(self, trainer: Trainer, logs: Logs, stop: StopRequest) -> None:
         self.trainer, self.config, self.logs, self.stop = trainer, trainer.config, logs, stop
         # A state is saved before its step is evaluated, so a resumed run may already have an evaluation of its step.
-        self.taus: dict[int, float] = {
-            line["step"]: line["tau"] for line in logs.read("eval") if line["step"] <= trainer.step}
+        self.measured: dict[int, dict] = {
+            line["step"]: line for line in logs.read("eval") if line["step"] <= trainer.step}
 
     @property
     def due(self) -> bool:
         """Whether the current step still has to be evaluated."""
         step, config = self.trainer.step, self.config
         regular = 0 < step < self.trainer.steps and step % config.eval_every == 0
-        return config.evaluate and regular and step not in self.taus
+        return config.evaluate and regular and step not in self.measured
 
     def measure(self) -> None:
         """Measure tau of the current head, and save the head if it is the best so far. All processes must call it. A
@@ -111,20 +112,23 @@ class Evaluation:
             log.info("stopping: the evaluation of step %d was aborted", step)
             return
         tau, accepted = tau_of(outputs), accepted_at(outputs, config.tree.depth)
-        if tau > max(self.taus.values(), default=0.0):
+        best = tau > max((line["tau"] for line in self.measured.values()), default=0.0)
+        self.measured[step] = {"step": step, "tau": tau, "accepted": [round(share, 4) for share in accepted]}
+        if best:
             self.save(head, "best", tau)
-        self.taus[step] = tau
-        self.logs.write("eval", {"step": step, "tau": tau, "accepted": [round(share, 4) for share in accepted]})
+        self.logs.write("eval", self.measured[step])
         trainer.accelerator.log({"tau": tau}, step=step)
         log.info("step %d: tau %.3f, accepted by level %s (%.0f s)", step, tau,
                  " ".join(f"{share:.2f}" for share in accepted), time.perf_counter() - started)
 
     def save(self, head: DraftHead, name: str, tau: float | None) -> None:
-        """Save a head and its tau to a folder of the run, replacing an earlier one."""
+        """Save the current head, its tau and, if it is measured, its card to a folder, replacing an earlier one."""
         output, part = self.config.output, self.config.output / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
         save_head(head, part, dtype=torch.bfloat16 if self.config.target_dtype == "bfloat16" else torch.float32)
         self.write_evaluation(part, tau)
+        if tau is not None:
+            self.write_card(part)
         shutil.rmtree(output / name, ignore_errors=True)
         part.rename(output / name)
 
@@ -133,6 +137,11 @@ class Evaluation:
         record = {"step": self.trainer.step, "tau": tau, **more}
         (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
 
+    def write_card(self, directory: Path, compared: str = "") -> None:
+        """Write the model card of the current head to its folder; see `card`."""
+        text = card(self.trainer, self.logs.read("train"), self.measured, compared)
+        (directory / "README.md").write_text(text, encoding="utf-8")
+
     def finish(self) -> None:
         """Save the head and, unless evaluations are off, its model card, optionally with a speed comparison.
 
@@ -140,7 +149,7 @@ class Evaluation:
             KeyboardInterrupt: the run was asked to stop.
         """
         trainer, config = self.trainer, self.config
-        if config.evaluate and trainer.step not in self.taus:
+        if config.evaluate and trainer.step not in self.measured:
             self.measure()
         head, target, directory = trainer.current_head(), trainer.teacher.target, config.output / "head"
         if head is None:
@@ -149,20 +158,19 @@ class Evaluation:
             self.save(head, "head", None)
             log.info("the head is in %s; it was not evaluated", directory)
             return
-        if trainer.step not in self.taus:
+        if trainer.step not in self.measured:
             raise KeyboardInterrupt
-        self.save(head, "head", self.taus[trainer.step])
-        compared = ""
+        tau = self.measured[trainer.step]["tau"]
+        self.save(head, "head", tau)
         if config.decode_prompts:
             with self.stop.immediately():
                 outputs = measure_speed(EagleModel.from_parts(target.model, head), trainer.prompts, config)
             speeds = {name: statistics.median(output.stats.tokens_per_second for output in answers)
                       for name, answers in outputs.items()}
-            compared = comparison(config, outputs["exact"], speeds)
-            self.write_evaluation(directory, self.taus[trainer.step], tokens_per_second=speeds)
-        (directory / "README.md").write_text(card(trainer, self.logs, compared), encoding="utf-8")
+            self.write_evaluation(directory, tau, tokens_per_second=speeds)
+            self.write_card(directory, comparison(config, outputs["exact"], speeds))
         plot_training(self.logs.read("train"), self.logs.read("eval"), config.output / "training.png")
-        log.info("the head is in %s, tau %.2f", directory, self.taus[trainer.step])
+        log.info("the head is in %s, tau %.2f", directory, tau)
 
 
 def comparison(config: TrainingConfig, outputs: list[Output], speeds: dict[str, float]) -> str:
@@ -185,20 +193,20 @@ transformers {transformers.__version__}:
 """
 
 
-def card(trainer: Trainer, logs: Logs, compared: str) -> str:
+def card(trainer: Trainer, steps: list[dict], measured: dict[int, dict], compared: str) -> str:
     """The model card: how the head was trained, and tau over training tokens. It contains no local path.
 
     Args:
+        steps: the lines of `train.jsonl`.
+        measured: the lines of `eval.jsonl` by step.
         compared: the section from `comparison`, or an empty string.
     """
     config = trainer.config
     hub_id = hub_id_of(config.target)
-    evaluations = {line["step"]: line for line in logs.read("eval")}
-    steps = logs.read("train")
     hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
     tokens = itertools.accumulate(line["tokens"] for line in steps)
     curve = [f"| {count / 1e6:.2f} M | {each['tau']:.2f} | {' '.join(f'{x:.2f}' for x in each.get('accepted', []))} |"
-             for line, count in zip(steps, tokens, strict=True) if (each := evaluations.get(line["step"]))]
+             for line, count in zip(steps, tokens, strict=True) if (each := measured.get(line["step"]))]
     base_model = f"base_model: {hub_id}\n" if hub_id else ""
     return f"""---
 library_name: eagle_fsd
@@ -206,7 +214,7 @@ library_name: eagle_fsd
 
 # EAGLE draft head for {hub_id or Path(config.target).name}
 
-Trained by `{__package__}.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.steps} steps of up to
+Trained by `{__package__}.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.step} steps of up to
 {config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data.name}`,
 objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
 {compared}

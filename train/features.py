@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents, split_by_size
-from eagle_fsd.data.files import only_writer, save_atomically
+from eagle_fsd.data.files import check_same, only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.eagle3 import check_layers
@@ -33,7 +33,7 @@ from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 
-from .teacher import OnlineFeatures, load_quantized, read_index, shard_path
+from .teacher import OnlineFeatures, load_quantized, read_index, shard_path, target_digest
 
 log = logging.getLogger("train.features")
 
@@ -84,17 +84,18 @@ def write_features(
     """
     directory.mkdir(parents=True, exist_ok=True)
     with only_writer(directory):
-        bounds = [*shard_starts(documents.ends, shard_tokens), len(documents)]
+        stored = read_index(directory) if (directory / "index.json").exists() else None
+        bounds = stored["first_documents"] if stored else shard_starts(documents.ends, shard_tokens)
         index = {
-            "dataset": documents.digest(), "target": target.digest(), "dtype": str(target.dtype),
+            "dataset": documents.digest(), "target": target_digest(target), "dtype": str(target.dtype),
             "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
-            "softcap": target.softcap, "first_documents": bounds[:-1],
+            "softcap": target.softcap, "first_documents": bounds,
         }
         if packed_form(target.model) is not None:
             index["weights"] = packed_form(target.model)
-        if (directory / "index.json").exists() and read_index(directory) != index:
-            raise ValueError(f"{directory} has features for another dataset, target, dtype or quantisation: choose "
-                             "another folder")
+        if stored:
+            check_same(directory, stored, index)
+        bounds = [*bounds, len(documents)]
         todo = [n for n in range(len(bounds) - 1) if not shard_path(directory, n).is_file()]
         missing = sum(int(documents.lengths[bounds[n] : bounds[n + 1]].sum()) for n in todo)
         needed, free = bytes_needed(missing, target) if todo else 0, shutil.disk_usage(directory).free
@@ -162,11 +163,14 @@ def shard_features(
     return features
 
 
-def run(arguments: Arguments) -> None:
+def run(arguments: Arguments, answered_by: str | None = None) -> None:
     """Load the target and write the features.
 
+    Args:
+        answered_by: digest that the target must have; None: any.
+
     Raises:
-        ValueError: an option is out of range; see also `write_features`.
+        ValueError: an option is out of range, or it is another target; see also `write_features`.
     """
     check_counts(arguments, "batch_tokens")
     documents = Documents.load(arguments.data)
@@ -179,6 +183,8 @@ def run(arguments: Arguments) -> None:
     else:
         model, _ = load_target(name, device=arguments.device, device_map=arguments.device_map, **options)
         target = TargetModel(model, check=False)
+    if answered_by is not None:
+        check_same(arguments.data, {"target": answered_by}, {"target": target_digest(target)})
     target.layers = check_layers(arguments.layers, len(target.decoder_layers))
     write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens or BATCH_TOKENS.get(
         target.device.type, BATCH_TOKENS["cuda"]))

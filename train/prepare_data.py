@@ -24,18 +24,21 @@ import eagle_fsd
 from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.data.conversations import Record, read_records
+from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
 from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
+from eagle_fsd.data.sources import is_hub_id
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading import set_attention
+from eagle_fsd.models.digest import generation_digest, tokenizer_digests
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.pair import EagleModel
 
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
+from .teacher import target_digest
 
 EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 
@@ -46,7 +49,8 @@ class Arguments:
 
     The head learns answers but not questions, and all of a plain text. summary.json counts unusable rows by reason.
     With --regenerate the target answers every question itself. This makes a better head, because a head has to predict
-    the target. An interrupted run continues.
+    the target. An interrupted run continues. Answers are stored beside the dataset and found again by their
+    conversation, so that --data, --limit, --exclude and --system may change.
 
     Args:
         target: directory, Hub ID or GGUF file of the target, for its tokenizer and chat template. If omitted:
@@ -121,10 +125,12 @@ def run(arguments: Arguments) -> dict:
         raise ValueError("--endpoint needs --regenerate or --self-prompted: it writes answers")
     if arguments.endpoint and arguments.draft:
         raise ValueError("--draft cannot be combined with --endpoint: it drafts for answers written in this process")
+    if arguments.system is not None and arguments.self_prompted:
+        raise ValueError("--system cannot be combined with --self-prompted: the target writes after its own template")
     require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
-        if Path(source).suffix and "/" in source and not Path(source).exists():
+        if not Path(source).exists() and (Path(source).suffix in FILE_SUFFIXES or not is_hub_id(source)):
             raise ValueError(f"{source} does not exist")
     check_dtype(arguments.dtype)
     check_folder(arguments.out)
@@ -147,16 +153,22 @@ def run(arguments: Arguments) -> dict:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
+    made_by = None
     with only_writer(answers_path(arguments)) if own else nullcontext():
         if own:
-            records = regenerated(records, arguments, place, tokenizer)
+            records, made_by = regenerated(records, arguments, place, tokenizer)
         if arguments.self_prompted is not None:
             records = exclude_overlapping(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
                                            quiet=bool(own))
     about = {"target": arguments.target, "data": list(arguments.data), "sha256": digests(arguments.data),
-             "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted}
+             "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted, "answers_of": made_by}
     return documents.save(arguments.out, about | counts)
+
+
+def answers_of(data: Path) -> dict:
+    """What the answers in a dataset depend on (see `regenerated`); empty if it is not known."""
+    return json.loads((data / "summary.json").read_text(encoding="utf-8")).get("answers_of") or {}
 
 
 def digests(sources: Sequence[str]) -> list[str | None]:
@@ -207,12 +219,21 @@ def answers_path(arguments: Arguments) -> Path:
 
 def regenerated(
     records: Sequence[Record], arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Record]:
-    """The records with answers by the target at `place`, which are stored beside the dataset."""
+) -> tuple[Iterator[Record], dict]:
+    """The records with answers by the target at `place`, which are stored beside the dataset, and what the answers
+    depend on besides the conversations and the settings of `Respondent`.
+
+    `draft` and `batch` are not among it, since answers are decoded losslessly and do not depend on their batch.
+    """
+    about: dict[str, object] = tokenizer_digests(tokenizer)
     if arguments.endpoint:
-        write = endpoint_writer(arguments.endpoint, arguments.endpoint_model, tokenizer, arguments.batch)
+        write, name = endpoint_writer(arguments.endpoint, arguments.endpoint_model, tokenizer, arguments.batch)
+        about |= {"target": arguments.target, "endpoint": arguments.endpoint, "endpoint_model": name}
     else:
-        write = local_writer(load_model(arguments, place, tokenizer))
+        model = load_model(arguments, place, tokenizer)
+        write = local_writer(model)
+        about |= {"target": target_digest(model.target), "dtype": str(model.target.dtype),
+                  "quantization": arguments.quantization, "generation_config": generation_digest(model.target.model)}
     store = answers_path(arguments)
     writer = Respondent(
         # A larger batch keeps the server's slots full until its last requests.
@@ -220,12 +241,9 @@ def regenerated(
         max_new_tokens=arguments.max_new_tokens, seed=arguments.seed,
         temperature=arguments.temperature if arguments.regenerate == "sampled" else 0.0,
     )
-    about = {"target": arguments.target, **{name: value for name in ("endpoint", "system", "quantization")
-                                            if (value := getattr(arguments, name)) is not None}}
     if arguments.self_prompted is not None:
-        return self_prompted(arguments.self_prompted, writer, store, follow_ups=arguments.follow_ups, about=about)
-    return regenerate(records, writer, store, about=about | {
-        "data": list(arguments.data), "format": arguments.format, "split": arguments.split})
+        return self_prompted(arguments.self_prompted, writer, store, about, follow_ups=arguments.follow_ups), about
+    return regenerate(records, writer, store, about), about
 
 
 def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase) -> EagleModel:

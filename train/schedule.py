@@ -1,10 +1,11 @@
-"""The documents of a run and of each of its steps, with the step's learning rate and noise.
+"""The documents of a run and of each of its steps, the noise of a step, and the length of the warm-up.
 
 All are functions of the settings and the step, so that a run can resume, and run on any number of processes.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from eagle_fsd.data.documents import Documents
 
 from .config import TrainingConfig
+
+log = logging.getLogger("train.train_draft_head")
 
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 HELD_OUT = 10  # one document of so many is held out
@@ -59,6 +62,10 @@ class DocumentSplit:
         kept = min(config.eval_documents, count // HELD_OUT)
         return cls(documents, np.arange(count - kept), documents, np.arange(count - kept, count))
 
+    def __str__(self) -> str:
+        measured = f"{self.measured[0]} to {self.measured[-1]}" if len(self.measured) else "none"
+        return f"learned 0 to {len(self.learned) - 1}, held out {measured}"
+
     def prompts(self, tokens: int) -> list[list[int]]:
         """Token ids of each held-out document up to where decoding begins, in its last answer.
 
@@ -89,10 +96,13 @@ class DocumentSplit:
         return prompts
 
 
-def learning_rate(config: TrainingConfig, step: int, steps: int) -> float:
-    """The rate of 0-based `step`: it rises linearly in the warm-up, then falls linearly to zero."""
-    to_end = (steps - step) / max(1, steps - config.warmup)
-    return config.lr * min((step + 1) / max(1, config.warmup), to_end, 1.0)
+def warmup_steps(config: TrainingConfig, steps: int) -> int:
+    """The steps of the warm-up, after which a run must have steps at the peak rate and below."""
+    if config.warmup < steps:
+        return config.warmup
+    log.warning("the warm-up of %d steps would take the whole run of %d: it takes a tenth (--warmup)", config.warmup,
+                steps)
+    return steps // 10
 
 
 class Schedule:

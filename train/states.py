@@ -9,24 +9,38 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
-from eagle_fsd.data.files import append_lines, read_lines, write_lines
+from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
 
-from .config import TrainingConfig
 from .stopping import any_process
 from .trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
 
-# Settings that may change when a run resumes.
-CHANGEABLE = ("output", "evaluate", "save_every", "save_minutes", "keep", "log_every", "eval_every", "eval_tokens",
-        "decode_prompts", "decode_tokens", "tree", "tracker", "cpu")
+# Settings that may change when a run resumes, and why.
+CHANGEABLE = {
+    "output": "a run is where its states are: folders may move",
+    "evaluate": "it measures, and `split` has the documents that it keeps from training",
+    "eval_documents": "`split` has the documents that are measured",
+    "eval_every": "only how often tau is measured",
+    "decode_prompts": "speed is measured once, after training",
+    "decode_tokens": "speed is measured once, after training",
+    "save_every": "only how often states are saved",
+    "save_minutes": "only how often states are saved",
+    "keep": "only how many states are kept",
+    "log_every": "only how often the tracker is told",
+    "tracker": "only where values are logged too",
+    "cpu": "devices differ by rounding, and the dtypes are compared",
+}
+# Settings that are names or paths: their content is compared, `Trainer.digests`.
+NAMES = ("conversations", "data", "eval_data", "features", "init_from", "target")
 
 
 def save_state(trainer: Trainer) -> None:
     """Atomically save all that an exact continuation needs. All processes must call it."""
     accelerator, states = trainer.accelerator, trainer.config.output / "states"
-    part, final = states / f"step-{trainer.step}.part", states / f"step-{trainer.step}"
+    part, final = states / f"part-{trainer.step}", states / f"step-{trainer.step}"
     if final.exists():
         return
     if accelerator.is_main_process:
@@ -36,11 +50,10 @@ def save_state(trainer: Trainer) -> None:
     accelerator.save_state(str(part))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        record = {"step": trainer.step, "config": fixed_settings(trainer.config)}
+        record = {"step": trainer.step, "config": depends_on(trainer)}
         (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
         part.rename(final)
-        for old in saved_states(trainer.config.output)[: -trainer.config.keep]:
-            shutil.rmtree(old)
+        rotate_checkpoints(str(states), trainer.config.keep, checkpoint_prefix="step")
 
 
 def resume(trainer: Trainer) -> bool:
@@ -51,7 +64,7 @@ def resume(trainer: Trainer) -> bool:
         caller must try again with a new trainer.
 
     Raises:
-        ValueError: the state has other settings, or the machines do not share the folder.
+        ValueError: the state depends on something else than the run, or the machines do not share the folder.
     """
     output, accelerator = trainer.config.output, trainer.accelerator
     states = saved_states(output)
@@ -67,10 +80,9 @@ def resume(trainer: Trainer) -> bool:
         recorded, step = dict(record["config"]), int(record["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = error
-    changed = [name for name, value in fixed_settings(trainer.config).items() if recorded.get(name) != value]
-    if changed and fault is None:
-        raise ValueError(f"{output} has a run with other settings ({', '.join(changed)}): choose another output, "
-                         "or delete it. --init-from HEAD trains a finished head further")
+    if fault is None:
+        check_same(output, recorded, depends_on(trainer),
+                   "choose another output, or delete it. --init-from HEAD trains a finished head further")
     try:
         if fault is None:
             accelerator.load_state(str(states[-1]))
@@ -80,7 +92,7 @@ def resume(trainer: Trainer) -> bool:
         fault = error
     if any_process(accelerator, fault is not None):
         if accelerator.is_main_process:
-            aside = states[-1].with_suffix(".unreadable")
+            aside = states[-1].with_name(f"unreadable-{states[-1].name}")
             shutil.rmtree(aside, ignore_errors=True)
             states[-1].rename(aside)
             before = states[-2].name if len(states) > 1 else "the beginning"
@@ -93,16 +105,16 @@ def resume(trainer: Trainer) -> bool:
     return True
 
 
-def fixed_settings(config: TrainingConfig) -> dict:
-    """The settings that must be the same when a run resumes."""
-    values = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    return {name: value for name, value in values.items() if name not in CHANGEABLE}
+def depends_on(trainer: Trainer) -> dict:
+    """All that must be the same when a run resumes: settings, and the digests of what they name."""
+    settings = dataclasses.asdict(trainer.config)
+    fixed = {name: value for name, value in settings.items() if name not in (*CHANGEABLE, *NAMES)}
+    return json.loads(json.dumps(fixed | trainer.digests))
 
 
 def saved_states(output: Path) -> list[Path]:
     """Complete states, oldest first."""
-    states = [path for path in (output / "states").glob("step-*") if path.suffix not in (".part", ".unreadable")]
-    return sorted(states, key=lambda path: int(path.name.removeprefix("step-")))
+    return [Path(path) for path in sort_checkpoints(str(output / "states"), "step")]
 
 
 class Logs:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.files import check_same, json_digest
 from eagle_fsd.loading import pack_early
 from eagle_fsd.models.linear import check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
@@ -24,6 +25,15 @@ from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_log
 from eagle_fsd.pair import EagleModel
 
 from .config import TrainingConfig
+
+# Fields of a config that change no logits.
+NO_LOGITS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def target_digest(target: TargetModel) -> str:
+    """The digest of a target's weights and of its config, which has scalings, limits and end tokens."""
+    fields = target.model.config.to_diff_dict().items()
+    return f"{target.digest()}/{json_digest({name: value for name, value in fields if name not in NO_LOGITS})}"
 
 
 class TargetEnds(nn.Module):
@@ -52,6 +62,8 @@ class TargetEnds(nn.Module):
 
 class OnlineFeatures:
     """Features that the frozen target computes in each step."""
+
+    kind = "computed in each step"
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -93,6 +105,11 @@ class OfflineFeatures:
             )
         self.dtype = getattr(torch, index["dtype"].removeprefix("torch."))
         self._open: dict[int, object] = {}
+
+    @property
+    def kind(self) -> str:
+        """The features in words, for records."""
+        return f"stored, {self.index['dtype']}, {self.index.get('weights', 'plain')} weights"
 
     def ends(self) -> TargetEnds:
         """The target's embeddings and output layer, stored beside the features."""
@@ -138,6 +155,11 @@ class Teacher:
     features: OnlineFeatures | OfflineFeatures
     ends: TargetEnds
 
+    @property
+    def digest(self) -> str:
+        """The digest of the target."""
+        return self.features.index["target"] if self.target is None else target_digest(self.target)
+
     @classmethod
     def of(
         cls, config: TrainingConfig, accelerator: Accelerator, documents: Documents, layers: tuple[int, ...]
@@ -148,17 +170,21 @@ class Teacher:
             layers: target layers whose inputs the head reads.
 
         Raises:
-            ValueError: the features belong to another dataset, other layers or another target.
+            ValueError: the features belong to another dataset, other layers or another target, or were computed in
+                another dtype or quantisation.
         """
         if config.features is None:
             target = open_target(config, accelerator, layers)
             return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)
+        check_same(config.features, {"dtype": features.index["dtype"], "quantization": features.index.get("weights")},
+                   {"dtype": f"torch.{config.target_dtype}", "quantization": config.quantization},
+                   "pass --target-dtype and --quantization as for the features")
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
                              f"{features.index['layers']}: pass --layers to {__package__}.features")
         target = open_target(config, accelerator, layers) if config.evaluate and accelerator.is_main_process else None
-        if target is not None and features.index["target"] != target.digest():
+        if target is not None and features.index["target"] != target_digest(target):
             raise ValueError(f"{config.features} has the features of another target than {config.target}")
         return cls(target, features, features.ends().to(accelerator.device))
 

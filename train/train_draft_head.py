@@ -15,29 +15,32 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import tyro
+from transformers import AutoTokenizer
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.conversations import read_records
 from eagle_fsd.data.documents import is_dataset
-from eagle_fsd.data.files import only_writer
+from eagle_fsd.data.files import check_same, only_writer
+from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
+from eagle_fsd.models.digest import tokenizer_digests
 from eagle_fsd.models.loading import bfloat16_is_faster
 
 from . import features, prepare_data
 from .config import RECIPES, TrainingConfig
 from .evaluation import Evaluation
 from .schedule import check_size
-from .states import Logs, fixed_settings, resume, save_state
+from .states import Logs, depends_on, resume, save_state
 from .stopping import StopRequest, any_process
+from .teacher import read_index
 from .trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
@@ -63,7 +66,7 @@ def train(config: TrainingConfig) -> Path:
         if accelerator.is_main_process:
             log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
         if accelerator.log_with:
-            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in fixed_settings(config).items()})
+            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in depends_on(trainer).items()})
         stop = StopRequest()
         try:
             logs = Logs(trainer)
@@ -92,6 +95,8 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     config = replace(config, target=config.target or default_target())
     on_cpu = config.cpu or not torch.cuda.is_available()
     half = not on_cpu or "auto" in (config.target_dtype, config.mixed_precision) and bfloat16_is_faster()
+    if config.target_dtype == "auto" and config.features is not None:
+        config = replace(config, target_dtype=read_index(config.features)["dtype"].removeprefix("torch."))
     if config.target_dtype == "auto":
         config = replace(config, target_dtype="bfloat16" if half else "float32")
     if config.mixed_precision == "auto":
@@ -103,7 +108,7 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
                          "--data")
     data, stored = config.output / "data", config.output / "features"
     if is_dataset(data):
-        check_unchanged(config.conversations, data)
+        check_unchanged(config, data)
     else:
         if config.evaluate and config.eval_data is None:  # before they are answered
             count = sum(record.messages is not None for source in config.conversations
@@ -115,17 +120,24 @@ def resolved(config: TrainingConfig) -> TrainingConfig:
     config = replace(config, data=data)
     if on_cpu and config.head == "eagle2" and config.features is None:
         features.run(features.Arguments(target=config.target, data=data, out=stored, dtype=config.target_dtype,
-                                        quantization=config.quantization, trust_remote_code=config.trust_remote_code))
+                                        quantization=config.quantization, trust_remote_code=config.trust_remote_code),
+                     answered_by=prepare_data.answers_of(data).get("target"))
         config = replace(config, features=stored)
     return config
 
 
-def check_unchanged(conversations: Sequence[str], data: Path) -> None:
-    """Raise ValueError if a file's content is not that of which a dataset was made."""
-    made_of = json.loads((data / "summary.json").read_text(encoding="utf-8")).get("sha256")  # 0.3 and older: missing
-    if made_of is not None and made_of != prepare_data.digests(conversations):
-        raise ValueError(f"{', '.join(conversations)} changed since its answers in {data} were made: choose another "
-                         "output, or delete that folder")
+def check_unchanged(config: TrainingConfig, data: Path) -> None:
+    """Raise ValueError if a dataset was made of other conversations, or in another way. Features and trainer compare
+    its target, when they have loaded it."""
+    summary, made_by = json.loads((data / "summary.json").read_text(encoding="utf-8")), prepare_data.answers_of(data)
+    names, found = (summary.get("data") or [], summary.get("sha256") or [])
+    wanted = {"conversations": [digest or name for name, digest in zip(
+                  config.conversations, prepare_data.digests(config.conversations), strict=True)],
+              "quantization": config.quantization, **tokenizer_digests(AutoTokenizer.from_pretrained(
+                  target_source(config.target), trust_remote_code=config.trust_remote_code))}
+    recorded = {name: made_by.get(name) for name in wanted}
+    recorded["conversations"] = [digest or name for name, digest in zip(names, found, strict=False)]
+    check_same(data, recorded, wanted, "choose another output, or delete that folder")
 
 
 def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopRequest) -> None:

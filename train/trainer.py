@@ -1,4 +1,4 @@
-"""One training run in this process: the model, the optimizer and a training step."""
+"""One training run in this process: the model, the optimizer, its learning rates and a training step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
 from accelerate.tracking import get_available_trackers
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, get_linear_schedule_with_warmup
 
+from eagle_fsd.data.files import check_same
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
@@ -20,7 +21,8 @@ from eagle_fsd.heads.eagle3 import Eagle3Head
 from .config import TrainingConfig
 from .heads import new_head, set_draft_vocabulary
 from .objectives import AlignedLoss
-from .schedule import DocumentSplit, Schedule, feature_noise, learning_rate, split_batch
+from .prepare_data import answers_of
+from .schedule import DocumentSplit, Schedule, feature_noise, split_batch, warmup_steps
 from .teacher import Teacher
 
 
@@ -35,6 +37,7 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         raise ValueError(f"tracker {tracker} needs the package {tracker}, which is not installed")
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation,
+        step_scheduler_with_optimizer=False,  # but once a step, on any number of processes
         cpu=config.cpu, log_with=tracker, project_dir=str(config.output) if tracker else None,
         # The other processes wait while the main process evaluates.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
@@ -54,6 +57,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 class Trainer:
     """One training run, driven by `train.train_draft_head`.
 
+    Attributes:
+        digests: what the settings name, by its content: data, target, features, head to continue from.
+
     Raises:
         ValueError: settings, data, features, head and target do not match; checked before long work where possible.
     """
@@ -66,18 +72,25 @@ class Trainer:
         text = AutoConfig.from_pretrained(
             target_source(config.target), trust_remote_code=config.trust_remote_code).get_text_config(decoder=True)
         head = load_head(config.init_from).train() if config.init_from else new_head(config, text)
+        initial = head.digest() if config.init_from else None
         highest = int(self.documents.tokens.max())
         if highest >= head.config.vocab_size:
             raise ValueError(f"{config.data} has token {highest}, but the head's vocabulary has "
                              f"{head.config.vocab_size} tokens: the dataset was prepared for another target")
         layers = head.target_layers(text.num_hidden_layers)
         self.teacher = Teacher.of(config, accelerator, self.documents, layers)
-        self._prepare(head)
+        if config.conversations:
+            check_same(config.data, {"target": answers_of(config.data).get("target")}, {"target": self.teacher.digest})
+        self.digests = {
+            "data": self.documents.digest(), "eval_data": config.eval_data and self.split.held_out.digest(),
+            "split": str(self.split), "target": self.teacher.digest, "features": self.teacher.features.kind,
+            "init_from": initial}
         self.schedule = Schedule(self.documents, self.split.learned, config)
         self.step, self.steps = 0, self.schedule.steps
+        self._prepare(head)
 
     def _prepare(self, head: DraftHead) -> None:
-        """Connect the head with the teacher, and prepare its loss and optimizer with accelerate."""
+        """Connect the head with the teacher, and prepare its loss, optimizer and learning rates with accelerate."""
         config, ends, device = self.config, self.teacher.ends, self.accelerator.device
         sizes, expected = (head.config.vocab_size, head.config.hidden_size), tuple(ends.lm_head.weight.shape)
         if sizes != expected:
@@ -88,18 +101,18 @@ class Trainer:
         if device.type == "cpu":
             head.config._attn_implementation = "eager"  # its backward pass takes half the time of sdpa's there
         self.head = head  # for its class and config only: sharding replaces its weights
-        self.model, self.optimizer = self.accelerator.prepare(
-            AlignedLoss(head, config.objective, ends.logits),
-            torch.optim.AdamW(head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay))
+        optimizer = torch.optim.AdamW(
+            head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        rates = get_linear_schedule_with_warmup(optimizer, warmup_steps(config, self.steps), self.steps)
+        self.model, self.optimizer, self.rates = self.accelerator.prepare(
+            AlignedLoss(head, config.objective, ends.logits), optimizer, rates)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]  # after sharding, not the head's own
 
     def train_step(self) -> dict[str, float]:
         """Take one optimizer step; return the values to log, as means over all processes."""
         config, accelerator, step = self.config, self.accelerator, self.step
-        rate = learning_rate(config, step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        batch, parts = self.schedule.batch(step), accelerator.num_processes * config.gradient_accumulation
+        (rate, *_), batch = self.rates.get_last_lr(), self.schedule.batch(step)
+        parts = accelerator.num_processes * config.gradient_accumulation
         # Every process knows the whole batch, and therefore the number of positions for the mean.
         count = max(1, self.documents.learnable(batch))
         accelerator.unwrap_model(self.model).residue = step % config.objective.logit_stride
@@ -116,6 +129,7 @@ class Trainer:
                 self.optimizer.zero_grad()
             sums += torch.cat([loss.detach()[None], agreement]).float()
         loss, *agreement = (accelerator.reduce(sums, "sum") / count).tolist()
+        self.rates.step()
         self.step += 1
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {self.step}: try a lower lr or clip_at")
@@ -156,4 +170,4 @@ class Trainer:
 
     def close(self) -> None:
         """Free the model before its process group ends: gloo can hang when both go together."""
-        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
+        self.model, self.optimizer, self.rates = self.accelerator.free_memory(self.model, self.optimizer, self.rates)

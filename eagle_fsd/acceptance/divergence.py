@@ -90,10 +90,12 @@ def coarsen(
 
 def widen(
     draft_logits: Tensor,  # [..., R]
-    draft_tokens: Tensor,  # [R] long
+    draft_tokens: Tensor | None,  # [R] long; None: the first R tokens
     vocab_size: int,
 ) -> Tensor:  # [..., V]
     """Logits over the whole vocabulary, -inf for tokens that the draft cannot name."""
+    if draft_tokens is None:
+        return pad(draft_logits, (0, vocab_size - draft_logits.shape[-1]), value=-math.inf)
     absent = draft_logits.new_full((*draft_logits.shape[:-1], vocab_size), -math.inf)
     return absent.index_copy_(-1, draft_tokens, draft_logits)
 
@@ -110,7 +112,7 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     """A divergence by its name; `<name>_top<k>` compares the target's k best tokens and one bucket for the rest.
 
     Args:
-        draft_tokens: [R] long, the tokens of the draft's logits [..., R]; None: all, R = V.
+        draft_tokens: [R] long, the tokens of the draft's logits [..., R]; None: the first R, usually all.
 
     Raises:
         ValueError: an unknown name, or a k that is not positive.
@@ -122,19 +124,22 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
                           "followed by _top<k>")
     full, top = DIVERGENCES[match[1]], match[2]
 
-    def on_draft_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    def on_all_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+        size, named = target_logits.shape[-1], draft_logits.shape[-1]
+        if draft_tokens is None and size == named:
+            return full(target_logits, draft_logits)
         # Tokens that the draft cannot name have target mass alone, so that every divergence depends on its sum only.
-        unnamed = target_logits.index_select(-1, _other_tokens(draft_tokens, target_logits.shape[-1]))
-        bucket = unnamed.logsumexp(-1, keepdim=True)
-        both = torch.cat([target_logits.index_select(-1, draft_tokens), bucket], -1)
+        if draft_tokens is None:
+            known, unnamed = target_logits.split((named, size - named), -1)
+        else:
+            known = target_logits.index_select(-1, draft_tokens)
+            unnamed = target_logits.index_select(-1, _other_tokens(draft_tokens, size))
+        both = torch.cat([known, unnamed.logsumexp(-1, keepdim=True)], -1)
         return full(both.float(), pad(draft_logits, (0, 1), value=-math.inf))
 
     def on_top_tokens(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-        if draft_tokens is not None:
-            draft_logits = widen(draft_logits, draft_tokens, target_logits.shape[-1])
+        draft_logits = widen(draft_logits, draft_tokens, target_logits.shape[-1])
         kept = largest(target_logits, min(int(top), target_logits.shape[-1]))
         return full(coarsen(target_logits.float(), kept), coarsen(draft_logits.float(), kept))
 
-    if top is None:
-        return full if draft_tokens is None else on_draft_tokens
-    return on_top_tokens
+    return on_all_tokens if top is None else on_top_tokens

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .divergence import get_divergence, widen
 
@@ -48,7 +47,7 @@ class Nodes:
     scores: Tensor  # [B, C], cumulative log-probability of the draft
     level_logits: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: it expanded no node here
     draft_row: Tensor  # [B] long, the node's row of `level_logits`; -1: the draft did not expand it
-    draft_tokens: Tensor | None  # [R] long, the token ids of `level_logits`; None: 0 to R - 1, all but padding
+    draft_tokens: Tensor | None  # [R] long, the token ids of `level_logits`; None: 0 to R - 1
     threshold: Tensor  # [B] float64
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
@@ -71,9 +70,7 @@ class Nodes:
     @property
     def draft_of_all(self) -> Tensor:
         """[B, V]: `draft_logits`, with -inf for NaN, for tokens that it cannot name, and where `draft_row` is -1."""
-        draft, size = self.draft_logits.float(), self.raw.shape[-1]
-        wide = (pad(draft, (0, size - draft.shape[-1]), value=-math.inf) if self.draft_tokens is None
-                else widen(draft, self.draft_tokens, size))
+        wide = widen(self.draft_logits.float(), self.draft_tokens, self.raw.shape[-1])
         return wide.masked_fill((self.draft_row < 0)[:, None] | wide.isnan(), -math.inf)
 
     def row(self, row: int) -> Nodes:
@@ -114,5 +111,5 @@ class Nodes:
         if self.level_logits is None:
             return self.raw.new_full((len(self.raw),), math.nan)
         measure = get_divergence(name, self.draft_tokens)
-        raw = self.raw if self.draft_tokens is not None else self.raw[:, : self.level_logits.shape[-1]]
-        return torch.where(self.children.any(-1) & (self.draft_row >= 0), measure(raw, self.draft_logits), math.nan)
+        found = measure(self.raw, self.draft_logits)
+        return torch.where(self.children.any(-1) & (self.draft_row >= 0), found, math.nan)

@@ -31,7 +31,7 @@ class Verified(Protocol):
     draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: all, R = V
     raw: Tensor  # [B, N, V] float32, the target's logits
     greedy: bool
-    errors: dict[int, Exception]  # by row, raised by a processor or a user's rule
+    errors: dict[int, Exception]  # by row, raised by a processor or a user's rule at the last node of the row's path
 
     def warp(
         self,
@@ -153,7 +153,11 @@ def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -
         top: number of the target's best tokens to report at each step.
     """
     walked = descend(rule, verified, permission, verified.tree.max_depth + 1, early=verified.raw.is_cpu)
-    integers, numbers, logprobs = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)
+    lengths = walked.going.sum(1)
+    cut = permission.cut(lengths)
+    for row in [row for row in verified.errors if cut[row] < lengths[row]]:
+        del verified.errors[row]  # at a node after a tentative token: its text is not emitted
+    integers, numbers, logprobs = emitted(walked, cut, verified.raw)
     # The only wait: two small copies, of integers and flags, and of numbers.
     parts = integers.tolist(), numbers.tolist()
     return steps_of(*parts, *([part.tolist() for part in reversed(logprobs.topk(top))] if top else ()))
@@ -196,6 +200,8 @@ def descend(
         going = going & child.any(-1)
         if weights.stop is not None:
             going = going & ~(weights.stop & permission.decided)
+        if verified.errors:
+            going[list(verified.errors)] = False
         if early and not going.any():
             break
         node = torch.where(going, child.long().argmax(-1), node)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import LogitsProcessor
 
 from ..api import with_options
 from ..checks import OptionError, require_integer
-from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..keywords import GenerateKeywords, lists_options
 from ..options import GenerateOptions
 from ..pair import EagleModel
 from ..prompts import encode_prompt
 from ..requests import make_requests
+from .loop import Loop
 from .rows import EngineStats, Rows
-from .tickets import EngineClosed, QueueFull, Ticket
+from .tickets import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -37,6 +31,8 @@ class Engine:
     Between two cycles, new requests are prefilled into free rows, and requests that have ended leave. Each request has
     its own options. A lossless request has the same result as `generate` alone; a fuzzy one has the result of
     `generate` with the engine's `tree`, if this is fixed (docs/serving.md).
+
+    An error ends the request that caused it. An engine that nobody holds finishes its requests and ends its thread.
 
     Args:
         model: the result of `load`.
@@ -72,21 +68,30 @@ class Engine:
                                    ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0),
                                    ("remember", remember, 0)):
             require_integer(name, value, least)
+        if max_tokens is not None:
+            require_integer("max_tokens", max_tokens, 1)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
-        self.model, self.max_waiting = model, max_waiting
+        self.model = model
         chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or fixed_tree(model))
-        # If the target does not split prompts, its keys depend on the number of positions in a forward.
-        self.prefill_chunk = prefill_chunk if model.target.splits_prefill else 1 << 62
         self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
-        self._queue: deque[Request] = deque()
-        self._changed = threading.Condition()  # of the queue, and of the next two
-        self.closed, self._cancelling = False, False
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
-        self._thread.start()
+        # If the target does not split prompts, its keys depend on the number of positions in a forward.
+        self._loop = Loop(self._rows, max_waiting, prefill_chunk if model.target.splits_prefill else 1 << 62)
+        weakref.finalize(self, self._loop.stop).atexit = False
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.closed
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._loop.error
+
+    @property
+    def max_waiting(self) -> int:
+        return self._loop.max_waiting
 
     @property
     def stats(self) -> EngineStats:
@@ -99,9 +104,15 @@ class Engine:
         return len(self._rows)
 
     @property
+    def max_length(self) -> int:
+        """The maximum number of tokens of a prompt and its answer together."""
+        room, limit = self._rows.positions - self._rows.nodes, self.model.target.max_positions
+        return room if limit is None else min(room, limit)
+
+    @property
     def waiting(self) -> int:
         """The number of requests that wait for a row."""
-        return len(self._queue)
+        return len(self._loop.queue)
 
     @lists_options(GenerateOptions, GenerateKeywords)
     def submit(
@@ -126,22 +137,16 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
+        if not (pool is None or isinstance(pool, str)):
+            raise TypeError(f"pool must be a string or None, got {pool!r}")
         options = with_options(options, keywords)
         self._check_tree(options)
-        ids = encode_prompt(prompt, self.model)
+        ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer, options.stop_strings, pool)
-        with self._changed:
-            if self.closed:
-                why = "it was closed" if self.error is None else f"it has failed: {self.error!r}"
-                raise EngineClosed(f"the engine accepts no more requests: {why}") from self.error
-            if len(self._queue) >= self.max_waiting:
-                raise QueueFull(f"{len(self._queue)} requests wait already, as many as may (max_waiting)")
-            self._rows.live[request] = weakref.ref(ticket)
-            self._queue.append(request)
-            self._changed.notify_all()
+        ticket = Ticket(request, self.model.tokenizer, request.stops, pool)
+        self._loop.add(request, ticket)
         return ticket
 
     def check(self, options: GenerateOptions) -> None:
@@ -151,7 +156,11 @@ class Engine:
 
     def _fitting(self, options: GenerateOptions, length: int) -> GenerateOptions:
         """The options with `max_new_tokens` lowered to a row's share after a prompt of this length."""
-        return replace(options, max_new_tokens=min(options.max_new_tokens, self._rows.share(length)))
+        share = self._rows.share(length)
+        if (options.min_new_tokens or 0) > share:
+            raise OptionError("min_new_tokens", options.min_new_tokens, f"at most {share}, a row's share of the "
+                              f"engine's max_tokens after a prompt of {length} tokens")
+        return replace(options, max_new_tokens=min(options.max_new_tokens, share))
 
     def _check_tree(self, options: GenerateOptions) -> None:
         """Raise ValueError if a request's own tree is too large, or not allowed for a fuzzy request."""
@@ -172,64 +181,13 @@ class Engine:
             drain: finish the submitted requests. False: running requests end as if they were cancelled, and waiting
                 ones with `EngineClosed`.
         """
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
-        if drain:
-            self._thread.join()
-        with self._changed:
-            left, self._cancelling = list(self._queue), True
-            self._queue.clear()
-        for request in left:
-            request.finish("error", EngineClosed("the engine was closed before the request started"))
-            self._rows.end(request)
-        self._thread.join()
-        self._rows.release()
+        self._loop.close(drain)
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close(drain=error[0] is None)
-
-    @torch.inference_mode()
-    def _work(self) -> None:
-        try:
-            while self._wait():
-                self._turn()
-        except BaseException as error:
-            log.exception("the engine has failed, and ends all of its requests")
-            with self._changed:
-                self.closed, self.error = True, error
-                self._queue.clear()
-            self._rows.fail(error)
-
-    def _wait(self) -> bool:
-        """Wait for work. False: the engine is closed and has none left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or len(self._rows) or self.closed)
-            return bool(self._queue or len(self._rows))
-
-    def _turn(self) -> None:
-        """Cancel, prefill, and run a cycle."""
-        self._rows.drop_cancelled(everyone=self._cancelling)
-        left = self.prefill_chunk
-        while left > 0 and (self._rows.prefilling is not None or self._begin_next()):
-            left -= self._rows.prefill_chunk(left)
-        if self._rows.requests:
-            self._rows.cycle()
-
-    def _begin_next(self) -> bool:
-        """Start the first request of the queue if it fits. Returns whether a prompt is being prefilled."""
-        with self._changed:
-            for request in [each for each in self._queue if self._rows.cancelled(each)]:
-                request.finish("cancelled")
-                self._queue.remove(request)
-                self._rows.end(request)
-            request = self._queue.popleft() if self._queue and self._rows.fits(self._queue[0]) else None
-        if request is not None:
-            self._rows.begin(request)
-        return self._rows.prefilling is not None
 
 
 def fixed_tree(model: EagleModel) -> TreeConfig:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -120,7 +122,8 @@ class Rows:
     @property
     def requests(self) -> list[Request]:
         """The requests that are being decoded."""
-        return [] if self.decoder is None else self.decoder.requests
+        decoder = self.decoder  # another thread may read this while it is released
+        return [] if decoder is None else decoder.requests
 
     def __len__(self) -> int:
         return len(self.requests) + (self.prefilling is not None)
@@ -243,6 +246,8 @@ class Rows:
         (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
             receipts = alone.prefill_chunk(0, most)
+            if receipts and request.reason is None:
+                self.decoder.forwards.allocate_like(alone.forwards)  # here, as memory may run out
         except Exception as error:
             request.finish("error", error)
             receipts = []
@@ -272,10 +277,13 @@ class Rows:
         self._drop_finished()
 
     def _show(self, request: Request, receipts: list[Receipt]) -> None:
-        """Pass the new receipts to the request's ticket."""
+        """Pass the new receipts to the request's ticket. An error of the tokenizer ends this request only."""
         ticket = self.live[request]()
         if receipts and ticket is not None:
-            ticket.add(receipts)
+            try:
+                ticket.add(receipts)
+            except Exception as error:
+                request.finish("error", error)
 
     # Leaving ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +326,7 @@ class Rows:
                 return
             self._ended.add(request)
             self._ended.finished[request.reason] += 1
+        release_frames(request.error)
         ticket = reference()
         if ticket is not None:
             if ticket.pool is not None and request.reason not in ("cancelled", "error"):
@@ -391,6 +400,16 @@ class Prefixes:
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Replace an error's traceback by its text: a user may keep the error, and frames refer to caches and the model."""
+    if error is None or error.__traceback__ is None:
+        return
+    if sys.version_info >= (3, 11):
+        error.add_note("In the engine's thread:\n" + "".join(traceback.format_exception(error)))
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
 
 
 def positions_of(request: Request) -> int:

@@ -50,6 +50,7 @@ class Ticket:
         prompt_tokens: length of the prompt.
         pool: pool of remembered answers, see `Engine.submit`.
         seed: seed of the sampling noise.
+        stops: strings that end the answer.
         cancelled: whether `cancel` was called.
         queued_seconds: from `submit` to the start of the prefill; None: it has not started.
         first_token_seconds: from `submit` to the first token; None: there is none yet.
@@ -66,7 +67,7 @@ class Ticket:
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None
         self._submitted = time.perf_counter()
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer, self.stops = tokenizer, stops
         self._text = None if tokenizer is None else StreamedText(tokenizer, stops)
         self._pieces: list[Piece | None] = []  # None after the last one
         self._readers: list[Callable[[Piece | None], None]] = []  # called with each piece, in the engine's thread
@@ -156,7 +157,7 @@ class Ticket:
     def _whole(self, request: Request) -> Output:
         output = request.output()
         if self._tokenizer is not None:
-            output.text = answer_text(self._tokenizer, output.token_ids, self._stops)
+            output.text = answer_text(self._tokenizer, output.token_ids, self.stops)
             if rest := self._text.rest(output.text):
                 self._add(Piece([], [], rest))
         return output

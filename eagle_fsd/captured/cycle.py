@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
+from ..models.fused import version_of
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
@@ -81,8 +83,9 @@ class Home:
         for cache, storage in zip(forwards.caches, self.storages, strict=True):
             if cache.batch == 1:  # a masked slot is read too: it must be finite
                 storage[..., cache.length :, :].zero_()
-        self.buffers: dict[tuple, Buffers] = {}
         self.pool = Pool(target.output_device)
+        # Those of programs in the pool, which bounds their number: requests may have any trees.
+        self.buffers: WeakValueDictionary[tuple, Buffers] = WeakValueDictionary()
         self.weights = weights_key(target, drafter)
 
     def belongs_to(self, forwards: Forwards | None) -> bool:
@@ -105,11 +108,11 @@ class Home:
             in zip(self.storages, rooms, strict=True))
 
     def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
-        key = rows, tree, copying
-        if key not in self.buffers:
+        buffers = self.buffers.get((rows, tree, copying))
+        if buffers is None:
             storages = [storage[:, :, :rows] for storage in self.storages]
-            self.buffers[key] = Buffers(self.target, self.drafter, storages, tree, copying)
-        return self.buffers[key]
+            buffers = self.buffers[rows, tree, copying] = Buffers(self.target, self.drafter, storages, tree, copying)
+        return buffers
 
     def check_weights(self) -> None:
         """Drop the programs if a weight was replaced or changed."""
@@ -228,9 +231,10 @@ class CapturedCycles:
         lengths = forwards.cache.lengths
         read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
-        if not home.buffers_of(*key).holds(requests, lengths, read):
-            home.check_weights()
         buffers = home.buffers_of(*key)
+        if not buffers.holds(requests, lengths, read):
+            home.check_weights()
+            buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
         if bucket is None or not self._load(buffers, requests, forwards, lengths, read, settings.weights):
             return None
@@ -421,11 +425,12 @@ def capacity_of(room: int) -> int:
 
 
 def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
-    """Changes with the weights of both models."""
+    """Changes with the weights and the structure of both models."""
     tensors = [*target.model.parameters()]
     if isinstance(drafter, DraftModel):
         tensors += drafter.model.parameters()
     elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    return (target.layers, *((each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors))
+    drafts = drafter.readings if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
+    return (target.layers, target.readings, drafts, *map(version_of, tensors))

@@ -119,6 +119,7 @@ class Decoding(GenerateOptions):
         response_format: format of the answer, in JSON: a schema, or for example {"type": "regex", "regex": R}.
         speculative: decode without drafts.
         reference: a text that the answer will resemble, from which drafts are copied; can be repeated.
+        chat_template_kwargs: variables of the chat template, in JSON, such as {"enable_thinking": false}.
     """
 
     seed: int | None = None
@@ -129,6 +130,9 @@ class Decoding(GenerateOptions):
     text_drafts: Literal["auto", "off"] = "auto"
     reference: UseAppendAction[tuple[str, ...]] = ()
     response_format: Json = None
+    chat_template_kwargs: Json = None
     speculative: OnUnlessFlagged = True
+    generation_config: Suppress[object] = None
+    eos_token_id: Suppress[object] = None
     logit_bias: Suppress[object] = None
     top_logprobs: Suppress[int] = 0

@@ -61,7 +61,8 @@ class CheckCommand:
     Prints how likely the text is to the target, how many of its tokens the head can draft, and how often, at positions
     1 to 5 of a chain of drafts, the head's best token is the target's best among the tokens that the head can draft
     (the other tokens of the text count as misses). Then names what is wrong: a text that the target did not write,
-    another chat template, features of another layer or position, a small draft vocabulary, or too little training.
+    another chat template, features of another layer or position, a config.json unlike that of training, a small draft
+    vocabulary, or too little training.
     Reads either --data or --questions.
 
     Args:

@@ -27,7 +27,7 @@ class Answering(Decoding):
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        most = max(1, self.min_new_tokens) if self.max_new_tokens is None else self.max_new_tokens
+        most = max(1, self.min_new_tokens or 1) if self.max_new_tokens is None else self.max_new_tokens
         Decoding(**{**vars(self), "max_new_tokens": most})
 
 

@@ -6,9 +6,11 @@ has some bad rows, and a run must neither stop at them nor silently learn them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,18 @@ log = logging.getLogger(__name__)
 
 KEYS = {"sharegpt": ("conversations",), "messages": ("messages",), "text": ("text",)}  # of a row, by format
 FORMATS = ("auto", *KEYS)
+CHATS = ("conversations", "messages", "conversation", "data", "chosen")  # keys of a conversation, best first
+# Keys of a question, of what it refers to, and of its answer, in rows of one turn.
+QUESTIONS = ("instruction", "question", "query", "problem", "inputs", "prompt", "input")
+CONTEXTS = ("context", "input")
+ANSWERS = ("output", "response", "answer", "completion", "targets", "solution", "chosen")
+SYSTEMS = ("system", "system_prompt")
+FILE_SUFFIXES = (".json", ".jsonl", ".txt", ".md")
 TOKEN_IDS = "token_ids"  # key of an answer's tokens as the target generated them
 # ShareGPT dumps use several names for each role.
 ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system",
+    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system",
 }
 
 
@@ -41,7 +50,8 @@ class Record:
 def check_messages(
     messages: list[dict[str, Any]], unanswered: bool = False, system: object = None
 ) -> list[dict[str, str]]:
-    """The messages in the format of `transformers`, without turns after the last answer.
+    """The messages in the format of `transformers`, without answers before the first question, with which parts of
+    longer conversations begin, and without turns after the last answer.
 
     Args:
         unanswered: keep a last question, with an empty answer.
@@ -74,8 +84,10 @@ def check_messages(
         ids = message.get(TOKEN_IDS)
         tokens = {TOKEN_IDS: ids} if isinstance(ids, list) and all(type(token) is int for token in ids) else {}
         checked.append({"role": ROLES[role.lower()], "content": content, **tokens})
-    turns = [m["role"] for m in checked]
-    turns = turns[1:] if turns[0] == "system" else turns
+    begin = int(checked[0]["role"] == "system")
+    while len(checked) > begin and checked[begin]["role"] == "assistant":
+        del checked[begin]
+    turns = [m["role"] for m in checked[begin:]]
     if any(role != ("user", "assistant")[i % 2] for i, role in enumerate(turns)):
         raise BadRow("roles out of order")
     if unanswered and turns and turns[-1] == "user":
@@ -94,20 +106,23 @@ def check_unicode(text: str) -> None:
 
 
 def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
-    """Parse a row in a format ("auto" detects it by the keys); a bare list contains messages."""
+    """Parse a row in a format ("auto" detects it by the keys); a bare list contains messages.
+
+    With "auto" a conversation is preferred to a question with its answer, and these to a text, which often repeats
+    them.
+    """
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
         return Record(reason="not an object")
-    if unanswered and kind == "auto" and isinstance(row.get("prompt"), str):
-        row = {"messages": [{"role": "user", "content": row["prompt"]}],
-               **{name: row.get(name) for name in ("system", "tools")}}
-    keys = KEYS.get(kind, ("conversations", "messages", "conversation", "text"))
-    key = next((k for k in keys if k in row), None)
-    if key is None:
-        prompt = ("prompt",) if unanswered and kind == "auto" else ()
-        return Record(reason=f"no key {' or '.join((*keys, *prompt))}")
+    keys = KEYS.get(kind, (*CHATS, "text"))
+    messages = next((row[key] for key in keys if isinstance(row.get(key), list)), None)
+    if messages is None and kind == "auto":
+        messages = single_turn(row, unanswered)
     try:
-        if key == "text":
+        if messages is None and not any(key in row for key in keys):
+            prompt = ("prompt",) if unanswered and kind == "auto" else ()
+            raise BadRow(f"no key {' or '.join((*keys, *prompt))}")
+        if messages is None and "text" in keys and "text" in row:
             text = row["text"]
             if not isinstance(text, str) or not text.strip():
                 raise BadRow("empty text")
@@ -115,9 +130,58 @@ def parse_row(row: Any, kind: str, unanswered: bool = False) -> Record:
             return Record(text=text)
         if row.get("tools") not in (None, "", "[]", []):
             raise BadRow("tools are not supported")
-        return Record(messages=check_messages(row[key], unanswered, row.get("system")))
+        system = next((row[name] for name in SYSTEMS if row.get(name) not in (None, "")), None)
+        return Record(messages=check_messages(as_turns(messages), unanswered, system))
     except BadRow as error:
         return Record(reason=str(error))
+
+
+def as_turns(messages: Any) -> Any:
+    """A conversation as a list of messages: it may be a list of texts, or of pairs of input and output."""
+    if not isinstance(messages, list):
+        return messages
+    if all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in messages):
+        messages = [each[name] for each in messages for name in ("input", "output")]
+    if all(isinstance(each, str) for each in messages):
+        return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
+    return messages
+
+
+def single_turn(row: dict, unanswered: bool) -> list | None:
+    """The messages of a row with a question, what it refers to, and an answer; None if the row is none of these.
+
+    Args:
+        unanswered: accept a question without an answer.
+    """
+    name = next((key for key in QUESTIONS if row.get(key)), None)
+    answer = next((row[key] for key in ANSWERS if key != name and isinstance(row.get(key), str)), None)
+    if name is None or answer is None and not unanswered:
+        return None
+    asked = row[name]
+    if isinstance(asked, str):
+        context = next((row[key] for key in CONTEXTS if key != name and isinstance(row.get(key), str)), "")
+        asked = [{"role": "user", "content": f"{asked}\n\n{context}" if context.strip() else asked}]
+    if not isinstance(asked, list):
+        return None
+    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def join_trees(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Numbered rows, in which consecutive messages of one tree (OpenAssistant) become one conversation: its best-ranked
+    answers."""
+    for tree, group in itertools.groupby(rows, lambda row: row[1].get("message_tree_id") if isinstance(
+            row[1], dict) and "parent_id" in row[1] else None):
+        if tree is None:
+            yield from group
+            continue
+        (number, first), *others = group
+        replies: dict[Any, list[dict]] = {}
+        for _, row in others:
+            replies.setdefault(row["parent_id"], []).append(row)
+        path = [first]
+        while following := replies.get(path[-1].get("message_id")):
+            path.append(min(following, key=lambda row: math.inf if row.get("rank") is None else row["rank"]))
+        yield number, [{"role": row.get("role"), "content": row.get("text")} for row in path]
 
 
 def read_records(
@@ -140,7 +204,8 @@ def read_records(
     if path.is_file():
         yield from _read_file(path, kind, unanswered)
     else:
-        yield from (parse_row(row, kind, unanswered) for row in _open_dataset(source, split))
+        rows = join_trees(enumerate(_open_dataset(source, split)))
+        yield from (parse_row(row, kind, unanswered) for _, row in rows)
 
 
 def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
@@ -163,7 +228,7 @@ def _read_file(path: Path, kind: str, unanswered: bool) -> Iterator[Record]:
         else:
             rows = map(_row_of_line, file)
         bad = 0
-        for number, row in enumerate(rows, 1):
+        for number, row in join_trees(enumerate(rows, 1)):
             if row is BLANK_LINE:
                 continue
             record = Record(reason=str(row)) if isinstance(row, BadRow) else parse_row(row, kind, unanswered)

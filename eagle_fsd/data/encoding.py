@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -79,8 +80,7 @@ def encode_record(
         pieces = [first + ids[i : i + body] for i in range(0, len(ids), body)]
         pieces = [piece for piece in pieces if len(piece) > 2]  # shorter pieces have nothing to learn
         return [(piece, [False] * len(first) + [True] * (len(piece) - len(first))) for piece in pieces]
-    encoded = [with_recorded_tokens(tokenizer, *document, record.messages or [])
-               for document in encode_conversation(tokenizer, record.messages or [])]
+    encoded = encode_conversation(tokenizer, record.messages or [])
     if long == "drop" and any(len(ids) > max_length for ids, _ in encoded):
         raise BadRow("over-long")
     cut = [(ids[:max_length], learned[:max_length]) for ids, learned in encoded]
@@ -92,49 +92,76 @@ def encode_record(
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], list[bool]]]:
     """Token ids of a conversation, each with a mark that tells whether it is learned.
 
-    The result is one document in which all answers are learned. If the template renders earlier turns differently
-    later (it drops thoughts, or moves the system turn), there is one document per answer, to learn only that answer.
+    The result is one document in which all answers are learned. If the target saw or wrote something else than the
+    template renders later (it drops or opens thoughts, trims answers, moves the system turn), there is one document
+    per answer: the prompt that the target sees for it, and the answer.
 
     Raises:
         BadRow: the template rejects the conversation, or changes the text of an answer.
         ValueError: the tokenizer has no chat template or no token offsets.
     """
     check_tokenizer(tokenizer)
-    if "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-        try:
-            encoded = tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except (TemplateError, ValueError) as error:
-            raise BadRow("rejected by the chat template") from error
-        return [(list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]])]
     try:
-        return [mark_spans(tokenizer, *answer_spans(tokenizer, messages))]
+        return [all_answers(tokenizer, messages)]
     except BadRow:
         ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        return [mark_spans(tokenizer, *last_answer_span(tokenizer, messages[: end + 1])) for end in ends]
+        return [last_answer(tokenizer, messages[: end + 1]) for end in ends]
 
 
-def with_recorded_tokens(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], learned: list[bool], messages: Sequence[dict]
+def all_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[bool]]:
-    """Replace the tokens of each answer by those that the target generated, if they are recorded and decode to the same
-    text: a text has several tokenisations. The end mark of a truncated answer is not learned."""
-    answers = [message.get(TOKEN_IDS) for message in messages if message["role"] == "assistant"]
+    """The conversation as the template renders it, with all answers marked.
+
+    Raises:
+        BadRow: the template rejects it, or the target saw or wrote something else.
+    """
+    text, spans = answer_spans(tokenizer, messages)
+    if "{% generation %}" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, learned = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+    else:
+        ids, learned = mark_spans(tokenizer, text, spans)
+    answers = [recorded_tokens(tokenizer, message) for message in messages if message["role"] == "assistant"]
+    if not any(answers):
+        return ids, learned
     starts = [at for at, mark in enumerate(learned) if mark and not learned[at - 1 if at else at]]
     ends = [next((at for at in range(start, len(ids)) if not learned[at]), len(ids)) for start in starts]
-    ids, learned = list(ids), list(learned)
-    for start, end, own in reversed(list(zip(starts, ends, answers, strict=False))):
-        if own and len(starts) == len(answers) and all(0 <= token < len(tokenizer) for token in own):
+    if len(starts) != len(answers):
+        raise BadRow("recorded tokens cannot be placed")
+    for start, end, own in reversed(list(zip(starts, ends, answers, strict=True))):
+        if own:
             ended = own[-1] == ids[end - 1]
-            last = end if ended else end - 1
-            if tokenizer.decode(own) == tokenizer.decode(ids[start:last]):
-                ids[start:last], learned[start:end] = own, [True] * len(own) + [False] * (not ended)
+            last = end if ended else end - 1  # the end mark of a truncated answer is not learned
+            if tokenizer.decode(own) != tokenizer.decode(ids[start:last]):
+                raise BadRow("recorded tokens differ from the rendered answer")
+            ids[start:last], learned[start:end] = own, [True] * len(own) + [False] * (not ended)
     return ids, learned
+
+
+def recorded_tokens(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]) -> list[int] | None:
+    """The tokens of an answer as the target generated them; None if there are none, or they decode to another text."""
+    own = message.get(TOKEN_IDS)
+    if not own or not all(0 <= token < len(tokenizer) for token in own):
+        return None
+    same = tokenizer.decode(own, skip_special_tokens=True).strip() == message["content"].strip()
+    return own if same else None
+
+
+def last_answer(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
+) -> tuple[list[int], list[bool]]:
+    """The prompt that the target sees for the last answer, and the answer, marked: as recorded, or its text."""
+    own = recorded_tokens(tokenizer, messages[-1])
+    if own is None:
+        return mark_spans(tokenizer, *last_answer_span(tokenizer, messages))
+    prompt = tokenizer(render(tokenizer, messages[:-1], True), add_special_tokens=False)["input_ids"]
+    return prompt + own, [False] * len(prompt) + [True] * len(own)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -185,20 +212,34 @@ def answer_spans(
 
 
 def last_answer_span(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The last answer after the prompt that the target sees for it, and the answer's character span."""
-    before = render(tokenizer, messages[:-1], True)
-    answered = render(tokenizer, messages, False)
-    content = messages[-1]["content"].strip()
-    at = answered.rfind(content)
-    kept, prompt = answered[:at].rstrip(), before.rstrip()
-    if at < 0 or kept[-8:] != prompt[-8:]:
+    """The last answer, unchanged, after the prompt that the target sees for it, and the answer's character span.
+
+    If the prompt opens a thought, an answer without one follows the header that the template gives to such answers.
+    """
+    *earlier, answer = messages
+    prompt, content = render(tokenizer, earlier, True), answer["content"].strip()
+    shown = render(tokenizer, [*earlier, {"role": "assistant", "content": ANYTHING}], False)
+    at = shown.rfind(ANYTHING)
+    if at < 0:
         raise BadRow("the chat template changes the text of an answer")
-    # The space before an answer belongs to it, unless the generation prompt ends with it.
-    gap = before[len(prompt) :] or answered[len(kept) : at]
-    text = prompt + gap + answered[at:]
-    return text, [(len(before), _end_mark(tokenizer, text, len(prompt + gap) + len(content)))]
+    header, end = shown[:at], at + len(ANYTHING)
+    mark, kept, start = _end_mark(tokenizer, shown, end) - end, header.rstrip(), len(prompt)
+    if header.startswith(prompt):  # the space or empty thought before an answer belongs to it
+        if header != prompt == render(tokenizer, earlier, False):  # no generation prompt: the header does not
+            start = len(kept)
+        prompt = prompt if "</think>" in header[start:] and "</think>" in content else header
+    elif prompt.startswith(kept):
+        opening = prompt[len(kept) :].strip()
+        if opening and content.startswith(opening):
+            content = content.removeprefix(opening).lstrip()
+        elif opening and opening[:1] + "/" + opening[1:] not in content:  # no </think>
+            prompt, start = header, len(header)
+    elif prompt == prompt.rstrip():  # the template shows earlier turns differently
+        prompt += header[len(kept) :]
+    text = prompt + content
+    return text + shown[end:], [(start, len(text) + mark)]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], prompt: bool) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -71,6 +72,30 @@ def write_lines(path: Path, values: Iterable) -> None:
     """Replace the file by these values, one per line."""
     text = "".join(json.dumps(value) + "\n" for value in values)
     save_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def json_digest(value: object) -> str:
+    """A digest of a JSON value, in which the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def check_same(
+    place: Path, recorded: Mapping[str, object], wanted: Mapping[str, object],
+    advice: str = "choose another path, or delete it",
+) -> None:
+    """Compare what stored results depend on with what is asked for.
+
+    Args:
+        advice: what to do if they differ.
+
+    Raises:
+        ValueError: something differs; the message names each part.
+    """
+    wanted = json.loads(json.dumps(wanted))
+    changed = [f"{name} (was {recorded.get(name)}, now {wanted.get(name)})" for name in {**recorded, **wanted}
+               if recorded.get(name) != wanted.get(name)]
+    if changed:
+        raise ValueError(f"{place} was made with another {', '.join(changed)}: {advice}")
 
 
 def save_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
+from .gguf_config import ROPE_TENSORS, gguf_config
 from .sources import check_source, fetch
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter, ReaderField
+    from gguf import GGUFReader, GGUFWriter, ReaderField
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ packed = getattr(transformers, "GgufConfig", None)
 UNPACKED = {} if packed is None else {"quantization_config": packed(dequantize=True)}
 PART = 1 << 20  # bytes read at a time
 DTYPE = torch.bfloat16  # of the cached weights; it is precise enough for 4-bit values
-FORMAT = 3  # of the cache; models of another format are dequantised again
+FORMAT = 4  # of the cache; models of another format are dequantised again
 # Tokenizers for which llama.cpp adds BOS if the file does not specify it.
 ADDS_BOS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 # The names of tokens at which llama.cpp ends an answer (`special_eog_ids` of its vocabulary).
@@ -70,11 +73,18 @@ def check_target(source: object) -> str:
 
 
 def dequantised(file: Path) -> Path:
-    """The directory of a GGUF file's dequantised model, created at the first call; it is never incomplete."""
+    """The directory of a GGUF file's dequantised model, created at the first call; it is never incomplete.
+
+    Args:
+        file: a whole model, or any shard of a split one beside the others.
+    """
     with open(file, "rb") as content:
         if content.read(4) != b"GGUF":
             raise ValueError(f"{file} is no GGUF file: it does not begin with the bytes GGUF")
-    folder = cache_directory() / "gguf" / f"{file.stem}-{fingerprint(file)}"
+    files = shards(file)
+    prints = "-".join(map(fingerprint, files))
+    name = prints if len(files) == 1 else hashlib.sha256(prints.encode()).hexdigest()[:16]
+    folder = cache_directory() / "gguf" / f"{files[0].stem}-{name}"
     if folder.is_dir():
         with suppress(OSError):  # another user's cache
             os.utime(folder)  # time of last use, see `make_room`
@@ -85,17 +95,58 @@ def dequantised(file: Path) -> Path:
     with locked(lock, wait=True, remove=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
-        make_room(folder.parent, 4 * file.stat().st_size)
+        make_room(folder.parent, 4 * sum(part.stat().st_size for part in files))
         log.warning("dequantising %s to %s, up to two minutes per GB; later starts use the result (eagle-fsd cache "
                     "lists and clears it)", file, folder)
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         try:
-            _write(file, part)
+            part.mkdir(parents=True)
+            whole = file if len(files) == 1 else join(files, part / "whole.gguf")
+            _write(whole, part)
+            if whole != file:
+                whole.unlink()
             part.rename(folder)
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be loaded: {error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def shards(file: Path) -> list[Path]:
+    """The files of a model that llama.cpp's `gguf-split` has split, in order, by their names; else the file alone.
+
+    Raises:
+        ValueError: some are not there.
+    """
+    found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})", file.stem)
+    if found is None:
+        return [file]
+    name, count = found.groups()
+    files = [file.with_name(f"{name}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    if lacking := [part.name for part in files if not part.is_file()]:
+        raise ValueError(f"{file} is one of {int(count)} shards, and beside it are not: {', '.join(lacking)}")
+    return files
+
+
+def join(files: Sequence[Path], whole: Path) -> Path:
+    """Write the shards of a model as one file, without reading their tensors into memory."""
+    from gguf import GGUFWriter
+
+    readers = [opened(file) for file in files]
+    fields = readers[0].fields
+    writer = GGUFWriter(whole, fields["general.architecture"].contents())
+    for name, field in fields.items():
+        if not name.startswith(("GGUF.", "split.")) and name not in ("general.architecture", "general.alignment"):
+            copy_field(writer, name, field)
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return whole
 
 
 def fingerprint(file: Path) -> str:
@@ -139,19 +190,25 @@ def _write(file: Path, folder: Path) -> None:
     """Load the file by `transformers` and save the model in `folder`.
 
     Raises:
-        ValueError: `transformers` cannot read it.
+        ValueError: the file is damaged or incomplete, or its model or tokenizer cannot be expressed.
     """
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    problem = "be read as a causal LM: it is no GGUF file, damaged, or of an architecture unknown to transformers"
+    metadata, tensors, rope = read(file)
+    if metadata.get("split.count", 0) > 1:
+        raise ValueError(f"it is shard {metadata['split.no'] + 1} of {metadata['split.count']}, but its name does not "
+                         "end in -00001-of-00002.gguf or the like, by which the others are found")
+    config, source = gguf_config(metadata, tensors, rope), {"pretrained_model_name_or_path": file.parent}
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+    options = {"add_bos_token": True} if fields.get("pre") in ADDS_BOS else {}
+    options |= {name: bool(fields[name]) for name in ("add_bos_token", "add_eos_token") if name in fields}
     try:
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=DTYPE, **UNPACKED)
-        fields = tokenizer_fields(file)
-        options = {"add_bos_token": True} if fields.get("pre") in ADDS_BOS else {}
-        options |= {name: bool(fields[name]) for name in ("add_bos_token", "add_eos_token") if name in fields}
-        problem = "be used: it has no tokenizer that transformers can read"
-        tokenizer = AutoTokenizer.from_pretrained(**source, **options)  # 5.17 does not read these fields
-    except Exception as error:  # a damaged file or an unknown architecture can raise any exception
-        raise ValueError(f"{file} cannot {problem} ({type(error).__name__}: {error})") from error
+        problem = "transformers cannot read it"
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            **source, gguf_file=file.name, config=config, dtype=DTYPE, output_loading_info=True, **UNPACKED)
+        problem = "it has no tokenizer that transformers can read"
+        tokenizer = AutoTokenizer.from_pretrained(**source, gguf_file=file.name, **options)  # 5.17 reads no options
+    except Exception as error:  # a damaged file can raise any exception
+        raise ValueError(f"{problem} ({type(error).__name__}: {error})") from error
+    check_tensors(model, tensors, loaded["missing_keys"])
     model.hf_quantizer, model.is_quantized = None, False  # the weights are plain, and can be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -159,19 +216,46 @@ def _write(file: Path, folder: Path) -> None:
     ends = end_tokens(fields, {token: number for token, number in tokenizer.get_added_vocab().items() if number < rows})
     if ends:
         model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-    folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def tokenizer_fields(file: Path) -> dict[str, object]:
-    """The file's metadata under `tokenizer.ggml`, without the lists of tokens."""
+def opened(file: Path) -> GGUFReader:
+    """A reader of the file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     from gguf import GGUFReader
 
-    fields = GGUFReader(file).fields
-    start = "tokenizer.ggml."
-    return {name.removeprefix(start): field.contents() for name, field in fields.items()
-            if name.startswith(start) and len(field.types) == 1}
+    try:
+        return GGUFReader(file)
+    except Exception as error:  # a damaged file can raise any exception
+        raise ValueError(f"{file.name} is damaged ({type(error).__name__}: {error})") from error
+
+
+def read(file: Path) -> tuple[dict[str, object], dict[str, list[int]], dict[str, torch.Tensor]]:
+    """A file's metadata without lists of tokens, the shapes of its tensors, and those of ROPE_TENSORS.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    reader = opened(file)
+    metadata = {key: field.contents() for key, field in reader.fields.items()
+                if len(field.types) == 1 or not key.startswith("tokenizer.")}
+    shapes = {tensor.name: tensor.shape.tolist()[::-1] for tensor in reader.tensors}
+    return metadata, shapes, {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors
+                              if tensor.name in ROPE_TENSORS}
+
+
+def check_tensors(model: PreTrainedModel, tensors: Mapping[str, list[int]], missing: Collection[str]) -> None:
+    """Raise ValueError unless each tensor of a file is in the model, and each weight of the model in the file."""
+    if missing:  # transformers would leave these weights random
+        raise ValueError(f"it lacks weights: {', '.join(sorted(missing))}")
+    held = sum({weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}.values())
+    stored = sum(prod(shape) for name, shape in tensors.items() if name not in ROPE_TENSORS)
+    if stored != held:
+        raise ValueError(f"it has {stored:,} weights, and {type(model).__name__} {held:,}")
 
 
 def end_tokens(fields: Mapping[str, object], special: Mapping[str, int]) -> list[int]:

@@ -27,8 +27,6 @@ from .output import Receipt
 from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
 
-NO_EMISSION = Emission([], [])
-
 
 class Decoder:
     """The decode loop, not a transformer stack: decodes requests together, cycle by cycle.
@@ -186,14 +184,26 @@ class Decoder:
         return list(paths), list(emissions)
 
     def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
-        """The accepted path and the emission of each of the requests, which share a rule."""
+        """The accepted path and the emission of each of the requests, which share a rule. An error of a user's rule is
+        that of the requests for which it also fails alone."""
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
-        walks = walk(rule, verified, self._permission(requests), top)
+        try:
+            walks = walk(rule, verified, self._permission(requests), top)
+        except Exception as error:
+            if len(requests) == 1:
+                return [([0], Emission([], [], error))]
+            return [self._walk(rule, verified.take([row]))[0] for row in range(len(requests))]
         origins = verified.tree.origin_names()
-        return [([0], NO_EMISSION._replace(error=errors[row])) if row in errors
-                else ([step.node for step in steps], _emission(steps, origins[row], request))
-                for row, (request, steps) in enumerate(zip(requests, walks, strict=True))]
+        results = []
+        for row, (request, steps) in enumerate(zip(requests, walks, strict=True)):
+            path, emission = [step.node for step in steps], _emission(steps, origins[row], request)
+            if row in errors:  # at the last node: the tokens before may end the answer
+                path = path[:-1] or path
+                emission = emission._replace(receipts=emission.receipts[:-1], logits=emission.logits[:-1],
+                                             error=errors[row])
+            results.append((path, emission))
+        return results
 
     def _permission(self, requests: Sequence[Request]) -> Permission:
         """The thresholds, budgets and marks of the requests, as the walk applies them."""
@@ -213,8 +223,11 @@ class Decoder:
 
 
 def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
-    """Whether two rules are equal except for the threshold."""
-    return type(rule) is type(other) and replace(rule, threshold=other.threshold) == other
+    """Whether two rules are equal except for the threshold; of a user's rule that cannot be compared, no other is."""
+    try:
+        return type(rule) is type(other) and bool(replace(rule, threshold=other.threshold) == other)
+    except Exception:
+        return False
 
 
 def _emission(steps: Sequence[Step], origins: Sequence[str | None], request: Request) -> Emission:
@@ -242,3 +255,4 @@ class Session:
     """
 
     decoder: Decoder | None = None  # of the last request
+    weights: tuple | None = None  # of both models in the last request, see `weights_key`

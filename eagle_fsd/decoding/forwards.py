@@ -153,6 +153,11 @@ class Forwards:
         for cache in self.caches:
             cache.keep_rows(numbers)
 
+    def allocate_like(self, other: Forwards) -> None:
+        """Allocate the caches for rows of other forwards, so that `join` cannot run out of memory."""
+        for cache, joining in zip(self.caches, other.caches, strict=True):
+            cache.allocate_like(joining)
+
     def join(self, other: Forwards) -> None:
         """Append the rows of other forwards, the inverse of `keep_rows`. The caches must have room for them."""
         for cache, joining in zip(self.caches, other.caches, strict=True):

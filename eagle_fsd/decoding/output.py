@@ -135,7 +135,12 @@ def accepted_by_position(lengths: Mapping[int, int]) -> list[int]:
 
 @dataclass(repr=False)
 class Output:
-    """The result of `eagle_fsd.generate`. `token_ids` are the new tokens, an end token included."""
+    """The result of `eagle_fsd.generate`. `token_ids` are the new tokens, an end token included.
+
+    Attributes:
+        generation_config: the fields of the model's generation config that the answer follows, such as
+            `{"repetition_penalty": 1.1}`. Options override them.
+    """
 
     token_ids: list[int]
     finish_reason: str  # "eos", "stop" or "length"; in an engine also "cancelled"
@@ -143,7 +148,10 @@ class Output:
     stats: Stats
     receipts: list[Receipt]
     text: str | None = None  # without the stop string; None where the model has no tokenizer
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         answer = f"token_ids={self.token_ids}" if self.text is None else f"text={self.text!r}"
-        return f"Output({answer}, finish_reason={self.finish_reason!r}, seed={self.seed}, stats={self.stats!r})"
+        followed = f"generation_config={self.generation_config}, " if self.generation_config else ""
+        return (f"Output({answer}, finish_reason={self.finish_reason!r}, seed={self.seed}, {followed}"
+                f"stats={self.stats!r})")

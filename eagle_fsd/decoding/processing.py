@@ -9,19 +9,19 @@ row, in `errors`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -40,7 +40,7 @@ from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
-from ..options import GenerateOptions
+from ..options import FOLLOWED, GenerateOptions
 from .grammar import Grammar
 from .request import Request
 
@@ -96,7 +96,6 @@ STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidance
 
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
     """The processors as a list. Raise for one that is not a function of its arguments."""
-    check_functions("logits_processor", processors)
     checked = LogitsProcessorList(
         TopP(each.top_p) if type(each) is TopPLogitsWarper and each.min_tokens_to_keep == 1
         and each.filter_value == -math.inf else each for each in processors or [])
@@ -109,46 +108,82 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
     return checked
 
 
-def build_processors(
-    options: GenerateOptions,
-    custom: Sequence[LogitsProcessor] | None,
-    grammar: Grammar | None = None,
-    *,
-    prompt_length: int,
-    eos_ids: Sequence[int],
+def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[str, object]:
+    """The fields of the model's generation config that hold for these options, as in `model.generate`: those that
+    decide about greedy tokens, where nothing overrides them. Sampling fields never make a request sample.
+    """
+    own, given = model.generation_config, options.generation_config
+    if own is None:
+        return {}
+    overridden = {name for name in FOLLOWED if getattr(given, name, None) is not None}
+    for name, value in (("repetition_penalty", options.repetition_penalty), ("stop_strings", options.stop)):
+        if value not in (None, ()):  # the command line's default for `stop` is ()
+            overridden.add(name)
+    if sets_least(options):
+        overridden |= {"min_new_tokens", "min_length"}
+    neutral = own._get_default_generation_params()
+    names = (*FOLLOWED, "min_new_tokens", "repetition_penalty", "stop_strings")
+    return {name: value for name in names if name not in overridden
+            and (value := getattr(own, name, None)) not in (None, False, neutral.get(name))}
+
+
+def sets_least(options: GenerateOptions) -> bool:
+    """Whether the options decide about the least length, so that those of generation configs do not hold: a grammar
+    decides where an answer ends.
+    """
+    return options.min_new_tokens is not None or options.response_format is not None
+
+
+def processors_of_model(
+    model: PreTrainedModel, options: GenerateOptions, followed: Mapping[str, object],
+    custom: Sequence[LogitsProcessor] | None, *, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int],
     device: torch.device,
 ) -> LogitsProcessorList:
-    """The processors for these options, in the order of `model.generate`. Greedy decoding has no warpers.
+    """The processors that `model.generate` makes: for the model's generation config, overridden by the options, then
+    the user's own, then the warpers. Greedy decoding has no warpers.
 
     Args:
-        custom: the user's own. They are called after the penalties and before the warpers.
+        followed: see `followed_fields`.
+        custom: the user's own.
+        eos_ids: tokens that end the answer. device: that of the logits.
     """
-    processors = LogitsProcessorList()
-    if options.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    check_functions("logits_processor", custom)
+    config, given = GenerationConfig(), options.generation_config
+    fields = {**followed, **{name: getattr(given, name, None) for name in FOLLOWED if name not in followed},
+              "max_length": len(prompt) + max_new_tokens, "do_sample": not options.greedy,
+              "temperature": float(options.temperature), "top_k": options.top_k, "top_p": float(options.top_p),
+              "min_p": float(options.min_p) or None,
+              "_eos_token_tensor": torch.tensor(eos_ids, device=device) if eos_ids else None}
+    for name in ("repetition_penalty", "min_new_tokens"):
+        fields.setdefault(name, getattr(options, name))
+    if sets_least(options):
+        fields["min_length"] = None
+    for name, value in fields.items():
+        setattr(config, name, copy.deepcopy(value))
+    reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
+    return model._get_logits_processor(
+        config, len(prompt), torch.tensor([prompt], device=device) if reads_prompt else None,
+        logits_processor=LogitsProcessorList(custom or []), device=device)
+
+
+def with_own_processors(
+    processors: LogitsProcessorList, options: GenerateOptions, grammar: Grammar | None, start: int
+) -> LogitsProcessorList:
+    """The processors of `model.generate`, and before its warpers those that it does not have.
+
+    Args:
+        start: length of the prompt.
+    """
+    own: list[LogitsProcessor] = []
     if options.frequency_penalty or options.presence_penalty:
-        processors.append(CountPenalty(options.frequency_penalty, options.presence_penalty, prompt_length))
+        own.append(CountPenalty(options.frequency_penalty, options.presence_penalty, start))
     if options.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias
-                                                       in options.logit_bias.items()}))
-    if options.min_new_tokens and eos_ids:
-        processors.append(
-            MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, list(eos_ids), device=device)
-        )
-    processors.extend(check_processors(custom))
+        own.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in options.logit_bias.items()}))
     if grammar is not None:
-        processors.append(grammar)
-    if options.greedy:
-        return processors
-    if options.temperature != 1:
-        processors.append(TemperatureLogitsWarper(float(options.temperature)))
-    if options.top_k:
-        processors.append(TopKLogitsWarper(options.top_k))
-    if options.top_p < 1:
-        processors.append(TopP(float(options.top_p)))
-    if options.min_p > 0:
-        processors.append(MinPLogitsWarper(float(options.min_p)))
-    return processors
+        own.append(grammar)
+    processors = check_processors(processors)
+    at = next((at for at, each in enumerate(processors) if isinstance(each, WARPERS)), len(processors))
+    return LogitsProcessorList([*processors[:at], *own, *processors[at:]])
 
 
 def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
@@ -211,10 +246,12 @@ class VerifiedTrees:
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
         for row in going.nonzero()[:, 0].tolist():
             request = self.requests[row]
-            if row in self.errors or not request.params.processors or request.complete_with(paths[row, 1:].tolist()):
+            if row in self.errors or not request.params.processors:
                 continue
-            before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
             try:
+                if request.complete_with(paths[row, 1:].tolist()):
+                    continue
+                before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
                 context = torch.cat([before, paths[row, None]], 1)
                 warped[row] = _processed(request.params.processors, context, raw[row, None].clone())[0]
             except Exception as error:
@@ -238,7 +275,8 @@ def couple(
     if share_processors(requests):
         own = own[:1] * len(own)
     seeds, positions = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
-    temperatures, scales = torch.tensor([[request.params.temperature for request in requests], weights], device=device)
+    temperatures, scales = torch.tensor(
+        [[request.params.temperature for request in requests], weights], dtype=torch.float32, device=device)
     return Coupling(seeds, positions, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 

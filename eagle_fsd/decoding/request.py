@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ class RequestParams(RuleAtTemperature):
             `Engine.submit`.
         top_logprobs: number of the target's best tokens in each receipt.
         within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
+        followed: fields of the model's generation config that the request follows, see `Output`.
     """
 
     max_new_tokens: int
@@ -64,6 +65,7 @@ class RequestParams(RuleAtTemperature):
     tree: TreeConfig | None = None
     top_logprobs: int = 0
     within: tuple[int, int] | None = None
+    followed: Mapping[str, object] = field(default_factory=dict)
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
@@ -78,7 +80,7 @@ class Emission(NamedTuple):
 
     receipts: list[Receipt]
     logits: list[float]  # of the tokens, processed
-    error: Exception | None = None  # of a processor or a user's rule: no token was emitted
+    error: Exception | None = None  # of a processor or a user's rule, after these tokens
     proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
 
     @property
@@ -111,6 +113,7 @@ class Request:
         self.error: BaseException | None = None
         self.stats = Stats()
         self._started: float | None = None  # seconds of a clock
+        self._stopped: list[bool] = []  # whether a stop string or criterion is met after each token, see `_stops_at`
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
         # Whether the rule applies.
         self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
@@ -182,6 +185,11 @@ class Request:
     # The answer -------------------------------------------------------------------------------------------------
 
     @property
+    def stops(self) -> list[str]:
+        """The strings that end the answer."""
+        return [] if self.stop_strings is None else self.stop_strings.strings
+
+    @property
     def answer(self) -> list[int]:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
@@ -199,7 +207,7 @@ class Request:
         """
         before = len(self.receipts)
         try:
-            if emission.error is not None:
+            if emission.error is not None and not emission.receipts:
                 raise emission.error
             self._count(emission)
             self.tokens += emission.tokens
@@ -209,6 +217,8 @@ class Request:
             if self.text_source is not None:
                 self.text_source.extend(emission.tokens)
             self._extend_answer(emission)
+            if emission.error is not None and self.reason is None:
+                raise emission.error
         except Exception as error:
             self.finish("error", error)
             return []
@@ -245,19 +255,37 @@ class Request:
         """Why the answer ends after this token, its last one; None: it does not."""
         if token in self.params.eos_ids:
             return "eos"
-        if token in self.params.stop_ids or self.stop_strings is not None and self.stop_strings(token):
-            return "stop"
-        if self.params.criteria and self._criteria_met(token):
+        if token in self.params.stop_ids or self._stops_at(token, len(self.receipts)):
             return "stop"
         return "length" if len(self.receipts) == self.params.max_new_tokens else None
 
-    def _criteria_met(self, token: int) -> bool:
+    def complete_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer ends within these next tokens: then no processor is called for a token after them."""
+        count = len(self.receipts)
+        if count + len(tokens) >= self.params.max_new_tokens or any(
+                token in self.params.eos_ids or token in self.params.stop_ids for token in tokens):
+            return True
+        if self.params.rule.window:  # the tokens may be tentative
+            return False
+        return any(self._stops_at(token, at) for at, token in enumerate(tokens, count + 1))
+
+    def _stops_at(self, token: int, count: int) -> bool:
+        """Whether a stop string or criterion ends the answer after this token, its last of so many. Both see each token
+        once, in order, at the first call for it."""
+        if count > len(self._stopped):
+            self._stopped.append(self.stop_strings is not None and self.stop_strings(token)
+                                 or self._criteria_met(token, count))
+        return self._stopped[count - 1]
+
+    def _criteria_met(self, token: int, count: int) -> bool:
         """Whether a criterion ends the answer after this token. Criteria must not change the text.
 
         Raises:
             TypeError: a criterion returned neither a bool nor a tensor of one.
         """
-        end = len(self.params.padding) + len(self.prompt) + len(self.receipts)
+        if not self.params.criteria:
+            return False
+        end = len(self.params.padding) + len(self.prompt) + count
         self._text[0, end - 1] = token
         for criterion in self.params.criteria:
             met = criterion(self._text[:, :end], None)
@@ -266,11 +294,6 @@ class Request:
             if met:
                 return True
         return False
-
-    def complete_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the answer ends within these next tokens: then no processor is called for a token after them."""
-        return (len(self.receipts) + len(tokens) >= self.params.max_new_tokens
-                or any(token in self.params.eos_ids or token in self.params.stop_ids for token in tokens))
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
         """Update `inside_marks` for the token after these, as `Within.after` does in a walk."""
@@ -296,7 +319,8 @@ class Request:
         """The result, once the answer has ended."""
         assert self.reason is not None
         self.stats.budget_spent = None if self.params.budget is None else self.spent
-        return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts)
+        return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts,
+                      generation_config=self.params.followed)
 
 
 def repeats(tokens: Sequence[int]) -> bool:

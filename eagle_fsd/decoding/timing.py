@@ -18,6 +18,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from .. import __version__
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
@@ -194,7 +195,7 @@ def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> 
 
 def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     """The latency from the cache on disk; otherwise it is measured and stored there."""
-    key = hashlib.sha256(circumstances(target, drafter).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(circumstances(target, drafter)).encode()).hexdigest()[:16]
     path = cache_directory() / "latency" / f"{key}.json"
     if path.is_file():
         try:
@@ -218,18 +219,21 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     return latency
 
 
-def circumstances(target: TargetModel, drafter: Drafter | None) -> str:
-    """Everything that a latency depends on, as one string."""
+def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str | int | None]:
+    """Everything that a latency depends on, by name, as JSON values."""
     device = target.output_device
-    threads = f"{device}, {processor_name()}, {torch.get_num_threads()} threads"
-    return "; ".join([
-        packed_form(target.model) or "plain", target.digest(),
-        "copies alone" if drafter is None else drafter.digest(), str(target.dtype),
-        *([packed_form(drafter.model) or "plain", str(drafter.dtype), drafter.computed_by, str(drafter.device)]
-          if isinstance(drafter, TargetModel) else []),
-        torch.cuda.get_device_name(device) if device.type == "cuda" else threads,
-        target.computed_by, f"torch {torch.__version__}", f"transformers {transformers.__version__}",
-    ])
+    on_gpu = device.type == "cuda"
+    facts = {"target": target.digest(), "dtype": str(target.dtype), "weights": packed_form(target.model) or "plain",
+             "computed_by": target.computed_by, "head": None if drafter is None else drafter.digest()}
+    if drafter is not None:
+        facts |= {"head_dtype": str(drafter.dtype), "head_device": drafter.device.type}
+    if isinstance(drafter, TargetModel):
+        facts |= {"head_weights": packed_form(drafter.model) or "plain", "head_computed_by": drafter.computed_by}
+    return facts | {
+        "device": device.type, "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "eagle_fsd": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+    }
 
 
 @functools.lru_cache(maxsize=1)

@@ -79,6 +79,11 @@ def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
+def nearly_greedy(temperature: float) -> bool:
+    """Whether a temperature is nearer to 0 than to 1."""
+    return temperature < 0.5
+
+
 class HeadCurves(NamedTuple):
     """The curves of a head."""
 
@@ -87,7 +92,7 @@ class HeadCurves(NamedTuple):
 
     def at(self, temperature: float) -> Curves:
         """The curves that were fitted at the nearer temperature, 0 or 1."""
-        return self.greedy if temperature < 0.5 else self.sampled
+        return self.greedy if nearly_greedy(temperature) else self.sampled
 
 
 class Segments(NamedTuple):

@@ -73,8 +73,10 @@ def join_drafts(
     columns = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.draft_rows)]
     rows = [JoinedRow(*parts, mine) for *parts, mine in zip(*columns, copies, strict=True)]
     nodes = plan.nodes([[row.scores[node] for node in row.order] for row in rows])
-    columns = [torch.tensor(column, device=tree.tokens.device)
-               for column in zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)]
-    tokens, parents, depths, draft_rows, scores, origins = columns
+    columns = zip(*(zip(*row.best(nodes), strict=True) for row in rows), strict=True)
+    dtypes = (torch.long, torch.long, torch.long, torch.long, torch.float32, torch.long)
+    tokens, parents, depths, draft_rows, scores, origins = (
+        torch.tensor(column, dtype=dtype, device=tree.tokens.device)
+        for column, dtype in zip(columns, dtypes, strict=True))
     deepest = max(row.depths[node] for row in rows for node in row.order[:nodes])
     return DraftTree(tokens, parents, depths, ancestors_of(parents, deepest), draft_rows, scores, deepest, origins)

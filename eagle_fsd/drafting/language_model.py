@@ -5,6 +5,7 @@ B batch, N tokens of a forward, D hidden size of the draft model, R rows of its 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 from torch import Tensor
@@ -47,6 +48,7 @@ class DraftModel(TargetModel):
 
     def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Draft for this target: logits are those of the common rows, since vocabularies are padded differently.
+        A `separate` copy can draft for another target.
 
         Args:
             tokenizer: the target's; None: unknown.
@@ -56,6 +58,10 @@ class DraftModel(TargetModel):
         """
         check_tokens(self, target, tokenizer)
         self.draft_vocab_size = min(self.vocab_size, target.vocab_size)
+
+    def separate(self, target: TargetModel) -> DraftModel:
+        """An adapter of the same model, to be fitted to another target than this one."""
+        return copy.copy(self)
 
     def predict(
         self,

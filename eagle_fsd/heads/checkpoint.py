@@ -16,7 +16,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -24,9 +23,11 @@ from transformers import LlamaConfig
 
 from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
+from ..locks import one_at_a_time
+from ..models.loading import EmptyWeights
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
-from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_eagle3, llama_config, plain_names, read_fields
+from .eagle3 import LAST_NORM, Eagle3Head
+from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -109,8 +110,8 @@ def read_tensors(files: list[str]) -> dict[str, Tensor]:
 
 
 def is_causal_lm(source: str | Path) -> bool:
-    """Whether files are those of a causal LM, and not of a head, which has a layer `fc`. The weights decide: published
-    heads have the config of a causal LM.
+    """Whether files are those of a causal LM, and not of a head: most heads have the config of a causal LM and a layer
+    `fc`; those without `fc` have fields that only drafters have.
 
     Raises:
         TypeError, ValueError, OSError: see `load_head`.
@@ -120,9 +121,9 @@ def is_causal_lm(source: str | Path) -> bool:
     source = check_source("a draft head or causal LM", source)
     if Path(source, "adapter_config.json").is_file():
         return True
-    fetch(source, "config.json", needed=True)  # where the hub cannot be reached, each further file would take 20 s
+    config = fetch(source, "config.json", needed=True)  # first: without the hub, each further file would take 20 s
     files = weight_files(source)
-    if not files:
+    if not files or config and is_drafter(config):
         return False  # `load_head` says what is missing
     return "fc.weight" not in {name.removeprefix("model.") for name in weight_names(files[0])}
 
@@ -140,6 +141,7 @@ def weight_names(path: str) -> set[str]:
         return {"fc.weight"}
 
 
+@one_at_a_time
 def load_head(source: str | Path) -> DraftHead:
     """Load a draft head from a directory or hub id, in float32 on the CPU; an `Eagle3Head` for files of that kind.
 
@@ -190,11 +192,11 @@ def make_head(kind: type[DraftHead], config: LlamaConfig, bias: bool, path: str)
         ValueError: no head can be constructed from the config at `path`, or the forward fails.
     """
     try:
-        with init_empty_weights(include_buffers=False):  # random embeddings would take seconds
+        with EmptyWeights():  # random embeddings would take seconds
             head = kind(config, bias=bias)
         for part in head.modules():
             for name, weight in part.named_parameters(recurse=False):
-                setattr(part, name, nn.Parameter(torch.full(weight.shape, 0.01)))
+                setattr(part, name, nn.Parameter(torch.full(weight.shape, 0.01, dtype=torch.float32)))
         features, tokens = torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2, dtype=torch.long)
         if not head(features, tokens, torch.arange(2)[None]).isfinite().all():
             raise ValueError("what it computes is not finite")
@@ -238,6 +240,8 @@ def _take_weights(head: DraftHead, state: dict[str, Tensor], path: str) -> None:
     """
     if isinstance(head, Eagle3Head):
         check_draft_tokens(head, state, path)
+        if isinstance(head.norm, nn.Identity):
+            state.pop("norm.weight", None)
         if "lm_head.weight" not in state and head.d2t is None:
             if head.config.tie_word_embeddings and "embed_tokens.weight" in state:
                 state["lm_head.weight"] = state["embed_tokens.weight"]
@@ -263,7 +267,8 @@ CONFIG_FIELDS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "initializer_range", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "bos_token_id",
-    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAYER_IDS,
+    "eos_token_id", "pad_token_id", "draft_vocab_size", "target_hidden_size", "norm_before_residual", *NORMS, LAST_NORM,
+    LAYER_IDS,
 )
 
 

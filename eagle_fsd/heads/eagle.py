@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,19 @@ from ..models.attention import GROUPED  # the module registers it with transform
 from ..models.cache import BucketCache, TreeCache, cache_name
 from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
+from ..models.hooks import structure_of
 from ..models.linear import Joined, pack_linears
 from ..models.masks import additive
 from ..models.memory import MappedFiles
-from ..models.target import OutputRows
+from ..models.target import OutputRows, TargetModel
+
+
+class HeadRotary(LlamaRotaryEmbedding):
+    """The stock module, whose frequencies stay float32, as `from_pretrained` leaves the target's: rounded to bfloat16
+    they give wrong angles from positions of some hundreds on."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> HeadRotary:
+        return super()._apply(lambda buffer: fn(buffer) if buffer.is_meta else buffer.to(fn(buffer).device), recurse)
 
 
 class DraftHead(nn.Module):
@@ -52,9 +62,11 @@ class DraftHead(nn.Module):
         config._attn_implementation = GROUPED
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self._build(config, bias)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = HeadRotary(config)
         fusible = (config.rope_parameters or {}).get("rope_type") in FIXED_ROPE and config.hidden_act == "silu"
-        self.fused = (FusedLayer(self.layers[0], config), Rotary(self.rotary_emb)) if fusible else None
+        self._fusible = (FusedLayer(self.layers[0], config), Rotary(self.rotary_emb)) if fusible else None
+        self._built = self._structure()
+        self.refresh()
         self.register_buffer("token_map", None, persistent=False)  # [R] long, ascending; see `limit_vocabulary`
         self.output_rows: Callable[[Tensor], Tensor] | None = None  # [..., D] -> [..., R], of the target's output layer
 
@@ -67,14 +79,23 @@ class DraftHead(nn.Module):
         layer.self_attn.o_proj = nn.Linear(layer.self_attn.o_proj.in_features, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> DraftHead:
-        """As in nn.Module, except that rotary frequencies stay float32, as `from_pretrained` leaves the target's:
-        rounded to bfloat16 they give wrong angles from positions of some hundreds on."""
-        before = {name: buffer for name, buffer in self.rotary_emb.named_buffers() if not buffer.is_meta}
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            setattr(self.rotary_emb, name, buffer.to(self.rotary_emb.get_buffer(name).device))
-        return self
+    def refresh(self) -> None:
+        """Use the fused layer in decoding while the stock one has the modules that it was built with, and no hooks."""
+        self.fused = self._fusible if self._structure() == self._built else None
+
+    def _structure(self) -> list[object]:
+        parts = structure_of(nn.ModuleList([self.layers[0], self.rotary_emb]))[1:]
+        return [part for part in parts if not isinstance(part, FunctionType)]  # which cannot always be pickled
+
+    def separate(self, target: TargetModel) -> DraftHead:
+        """A head to be fitted to another target than this one. It shares the weights that are on the target's device in
+        its dtype."""
+        head = copy.copy(self)
+        head._modules, head._buffers, head.output_rows = dict(self._modules), dict(self._buffers), None
+        if self.shares_embeddings:
+            head.share_embeddings(None)
+        shared = (self.device, self.dtype) == (target.output_device, target.dtype)
+        return head if shared else copy.deepcopy(head)
 
     def share_embeddings(self, embed_tokens: nn.Module | None) -> None:
         """Use the target's embeddings in place of the head's own, which published files may omit.

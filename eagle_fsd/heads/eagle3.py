@@ -17,6 +17,8 @@ from ..models.cache import TreeCache, cache_name
 from ..models.fused import Norm
 from .eagle import DraftHead
 
+LAST_NORM = "use_last_layernorm"  # ModelOpt's name of a field: whether there is a norm before the output layer
+
 
 class Eagle3Layer(LlamaDecoderLayer):
     """A stock Llama layer whose attention reads [embedding, hidden state], each after its own norm; with `qk_norm` the
@@ -54,11 +56,12 @@ class Eagle3Head(DraftHead):
 
     Args:
         config: as for `DraftHead`, with additional fields: `draft_vocab_size` (R; default: the whole vocabulary),
-            `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; default: layers 2,
-            n/2 and n-3 of n), `target_hidden_size` (default: the head's own), and these, all false by default:
-            `norm_before_residual` (the residual is the hidden state after `hidden_norm`), `norm_before_fc` (one norm of
-            all features together, `input_norm`) or `fc_norm` (one of each layer's), `norm_output` (further steps
-            continue from the states after `norm`), and `qk_norm` (norms of queries and keys, as in Qwen3).
+            `eagle_aux_hidden_state_layer_ids` (the target layers whose input hidden states are read; n: the output of
+            the last of n, before the norm; default: layers 2, n/2 and n-3), `target_hidden_size` (default: the head's
+            own), and these, all false by default: `norm_before_residual` (the residual is the hidden state after
+            `hidden_norm`), `norm_before_fc` (one norm of all features together, `input_norm`) or `fc_norm` (one of each
+            layer's), `norm_output` (further steps continue from the states after `norm`), and `qk_norm` (norms of
+            queries and keys, as in Qwen3). `use_last_layernorm` (default true): whether there is a `norm`.
             `attention_bias` gives q, k, v and o a bias, `qkv_bias` gives one to q, k and v only.
         bias: whether `fc` has a bias.
 
@@ -88,7 +91,7 @@ class Eagle3Head(DraftHead):
         if not o_bias:
             self.layers[0].self_attn.o_proj.register_parameter("bias", None)
         self.hidden_norm = Norm(self.layers[0].hidden_norm)
-        self.norm = LlamaRMSNorm(size, eps=eps)
+        self.norm = LlamaRMSNorm(size, eps=eps) if getattr(config, LAST_NORM, True) else nn.Identity()
         self.lm_head: nn.Linear | None = nn.Linear(size, drafted, bias=False)  # None: the target's
         # Draft token i has the target's id i + d2t[i]; None: all tokens, with the same ids.
         offsets = torch.zeros(drafted, dtype=torch.long) if drafted < config.vocab_size else None
@@ -166,7 +169,7 @@ def check_layers(layers: Sequence[int], count: int) -> tuple[int, ...]:
     Raises:
         ValueError: a target of `count` layers lacks one of them, or there is a duplicate.
     """
-    if len(set(layers)) < len(layers) or not all(0 <= layer < count for layer in layers):
-        raise ValueError(f"feature layers must be distinct and from 0 to {count - 1}, the target's last, got "
+    if len(set(layers)) < len(layers) or not all(0 <= layer <= count for layer in layers):
+        raise ValueError(f"feature layers must be distinct and from 0 to {count}, the output of the target's last, got "
                          f"{tuple(layers)}")
     return tuple(sorted(layers))

@@ -92,6 +92,8 @@ def export_head(
     if layout.activations and head.config.hidden_act not in layout.activations:
         raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "
                          f"{' and '.join(layout.activations)} only")
+    if eagle3 and isinstance(head.norm, torch.nn.Identity):
+        raise ValueError(f"{source} has no norm before its output layer, and {to} always computes one")
     if layout.bias == "never":
         if has_trained_bias(head):
             raise ValueError(f"{source} has a trained fc.bias, which {to} would drop; train the head without one")

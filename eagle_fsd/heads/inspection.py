@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import init_empty_weights
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
+from ..locks import one_at_a_time
 from ..text import token_difference
 from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
+from .eagle3 import LAST_NORM, Eagle3Head
 from .export import LAYOUTS, Layout, has_trained_bias
 from .layouts import LAYER_IDS, NORMS
 
@@ -62,6 +63,7 @@ def inspect_head(
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
         variant = [name for name in (*NORMS, "norm_before_residual", "qk_norm") if getattr(config, name, False)]
+        variant += [] if getattr(config, LAST_NORM, True) else ["no last norm"]
         facts["variant"] = ", ".join(variant) or "as published by its authors"
         facts["reads"] = f"the inputs of layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
@@ -72,11 +74,12 @@ def inspect_head(
     return Inspection(facts, fit, problems)
 
 
+@one_at_a_time
 def inspect_causal_lm(source: str | Path, target: str | Path | None, trust_remote_code: bool) -> Inspection:
     """The properties of a causal LM by its config, and whether its tokens are the target's."""
     place = target_source(source)
     config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
-    with init_empty_weights():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
     facts = {

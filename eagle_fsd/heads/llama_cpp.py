@@ -85,6 +85,8 @@ def unsupported(head: DraftHead) -> str | None:
     norms = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(head.config, name, False)]
     if norms:
         return f"it has {', '.join(norms)}; llama.cpp supports norm_before_fc and norm_before_residual"
+    if isinstance(head.norm, torch.nn.Identity):
+        return "it has no norm before its output layer; llama.cpp always computes one"
     if head.config.hidden_act != "silu":
         return f"it has the activation {head.config.hidden_act!r}; llama.cpp supports silu only"
     biases = [name for name, value in head.named_parameters() if name.endswith(".bias") and value.any()]
@@ -114,7 +116,10 @@ def check_target(
                                ("vocabulary", head.config.vocab_size, tokens)):
         if ours != theirs:
             raise ValueError(f"{source} does not fit {target}: {what}: head {ours}, target {theirs}")
-    return head.target_layers(count)
+    layers = head.target_layers(count)
+    if count in layers:
+        raise ValueError(f"{source} reads the output of the target's last layer; llama.cpp supports inputs of layers")
+    return layers
 
 
 def interleaved(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..batching.engine import Engine
-from ..data.files import append_lines, only_writer, read_lines
+from ..data.files import append_lines, check_same, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
 from ..options import GenerateOptions
@@ -31,6 +31,7 @@ from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_setting
 from .statistics import FEWEST, by_category, by_turn, cross_fitted, repetition
 
 DRAFTER = "drafter alone"
+PLAIN = {"speculative": False, "tree": None}  # options of decoding without drafts
 
 
 def compare(
@@ -107,10 +108,8 @@ def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str
     header, *records = read_lines(log) or [None]
     if header is None:
         append_lines(log, [about])
-    elif header != about:
-        changed = [f"{name} ({header.get(name)}, now {about.get(name)})"
-                   for name in {**about, **header} if header.get(name) != about.get(name)]
-        raise ValueError(f"{log} was made with another {', '.join(changed)}: delete it or choose another file")
+    else:
+        check_same(log, header, about)
     return {(record["asked"], record["method"]): record for record in records}
 
 
@@ -368,11 +367,11 @@ def setting_methods(
               "text_drafts": options.text_drafts, **(shared or {})}
     methods = {name: common | setting for name, setting in read_settings(settings).items()}
     if batches is None:
-        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer), **common,
-                                 speculative=False)} if options.drafter_alone else {}
+        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer),
+                                 **common | PLAIN)} if options.drafter_alone else {}
         return {name: engine(model, **each) for name, each in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
-                         speculative=not GenerateOptions.from_names(each).lossless, **each)
+                         **each | (PLAIN if GenerateOptions.from_names(each).lossless else {}))
             for name, each in methods.items()}
 
 
@@ -387,6 +386,7 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
         The page, which ends with the recommendation.
     """
     shared = {"stop": CODE_END} if options.stop_after_code else {}
+    common = shared | {"batch": options.batch}
     by_seed, batching = [], nullcontext()
     if options.batch > 1:
         batching = Engine(model, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
@@ -397,9 +397,9 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
             each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
             alone = setting_methods(model, options.settings, each, shared)
             together = None if batches is None else setting_methods(model, options.settings, each, shared, batches)
-            by_seed.append(compare(alone, questions, each, described(model, each) | shared, workers=options.batch,
-                                   timed=0 if number else options.timed, together=together))
-    rows, page = store(model, join_seeds(by_seed), EXACT, options, described(model, options) | shared,
+            by_seed.append(compare(alone, questions, each, described(model, each) | common,
+                                   workers=options.batch, timed=0 if number else options.timed, together=together))
+    rows, page = store(model, join_seeds(by_seed), EXACT, options, described(model, options) | common,
                        points=options.points, workers=options.batch, seeds=options.seeds)
     plot_comparison(rows, EXACT, record_path(options.out, ".png"))
     return page

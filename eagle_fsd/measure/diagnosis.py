@@ -5,14 +5,17 @@ D hidden size, V vocabulary, F width of the target's features.
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..api import generate
 from ..data.conversations import TOKEN_IDS, Record, read_records
@@ -21,8 +24,9 @@ from ..data.encoding import ANYTHING, encode_dataset, render
 from ..data.progress import Progress
 from ..data.questions import Question
 from ..heads.eagle import DraftHead
-from ..heads.eagle3 import Eagle3Head
+from ..heads.eagle3 import LAST_NORM, Eagle3Head
 from ..heads.unrolling import unroll
+from ..models.target import TargetModel
 from ..pair import EagleModel
 from ..prompts import encode_prompts
 from ..requests import check_length
@@ -35,11 +39,45 @@ FOREIGN = 1.3  # cross-entropy over entropy: 1.0 for text that the target sample
 GOOD = (0.68, 0.59, 0.54, 0.53, 0.52)  # agreement of SmolLM2's head of version 0.4.0 on 24 held-out documents
 COVERED = 0.95  # least share of learned tokens in a good draft vocabulary
 HARDLY = 0.1  # an agreement below this share allows no other verdict
-SHIFTED = 0.01  # least gain in agreement that shows an off-by-one error
+SHIFTED = 0.01  # least gain in agreement that shows an off-by-one error, or a config unlike that of training
+SURE = 3.0  # least gain that shows such a config, in standard errors
+THETA = 10000.0  # `rope_theta` of programs that ignore the config's
 # Regression makes predicted features shorter than the true ones, by their cosine: 0.4 times as long after a few steps,
 # 0.9 times after many. They are never longer.
 TOO_LONG = 1.4
 RISING = 0.05  # most by which agreement may rise from the first position to the last
+
+
+@dataclass
+class OtherConfig:
+    """A head with some fields of its config.json changed to what it may have been trained with.
+
+    fields: these fields.
+    trained: which programs train heads so.
+    agreed: [STEPS] as in `Findings`.
+    squares: sum over tokens of the squared difference between the steps that agree with and without the change.
+    """
+
+    fields: dict[str, object]
+    trained: str
+    agreed: Tensor = field(default_factory=lambda: torch.zeros(STEPS))
+    squares: float = 0.0
+
+    def apply(self, head: DraftHead) -> DraftHead:
+        """A head with these fields and the same weights, for `unroll`."""
+        changed, rope = copy.copy(head), dict(head.config.rope_parameters)
+        vars(changed)["_modules"] = dict(head._modules)
+        if "rope_scaling" in self.fields:
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        rope["rope_theta"] = self.fields.get("rope_theta", rope["rope_theta"])
+        config = copy.copy(head.config)
+        config.rope_parameters = rope
+        changed.rotary_emb = LlamaRotaryEmbedding(config).to(head.device)
+        if "norm_output" in self.fields:
+            changed.norm_output = self.fields["norm_output"]
+        if LAST_NORM in self.fields:
+            changed.norm = nn.Identity()
+        return changed
 
 
 @dataclass
@@ -60,6 +98,7 @@ class Findings:
     # target's best token one position later.
     shifted: Tensor = field(default_factory=lambda: torch.zeros(3))
     followed: int = 0  # tokens that another learned token follows
+    others: list[OtherConfig] = field(default_factory=list)
     lengths: float = 0.0  # norms of predicted features over norms of true ones
     documents: int = 0
     with_header: int = 0  # documents with the chat template's text before an answer; all if there is no template
@@ -120,6 +159,38 @@ def answer_header(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(render(tokenizer, question, True).rpartition(ANYTHING)[2], add_special_tokens=False)["input_ids"]
 
 
+def other_configs(head: DraftHead) -> list[OtherConfig]:
+    """What a head may have been trained with, although its config.json differs."""
+    rope = head.config.rope_parameters
+    unscaled = {} if rope["rope_type"] == "default" else {"rope_scaling": None}
+    others = []
+    if unscaled:
+        others.append(OtherConfig(unscaled, "ModelOpt exports a scaling that it has not trained with"))
+    if rope["rope_theta"] != THETA:
+        trained = "AngelSlim and the EAGLE authors' traineagle3 train with it whatever the config says"
+        others.append(OtherConfig({"rope_theta": THETA}, trained))
+        if unscaled:
+            others.append(OtherConfig({"rope_theta": THETA} | unscaled, trained))
+    if isinstance(head, Eagle3Head) and not isinstance(head.norm, nn.Identity):
+        fields = {"norm_output": False} if head.norm_output else {LAST_NORM: False}
+        others.append(OtherConfig(fields, "SpecForge before September 2026 trained heads with norm_output "
+                                          f"{json.dumps(head.norm_output)} so"))
+    return others
+
+
+def agreements(
+    head: DraftHead,
+    features: Tensor,  # [1, T, F] of the target
+    tokens: Tensor,  # [1, T]
+    at: Tensor,  # [C] indices of tokens
+    likeliest: Tensor,  # [C] the target's best among the tokens that the head can draft, as indices into `own_logits`
+    target: TargetModel,
+) -> Tensor:  # [STEPS, C] bool
+    """Whether the head's best token is the target's, at each step of a chain of drafts."""
+    return torch.stack([head.own_logits(predicted[0, at - 2], target.logits).argmax(-1) == likeliest
+                        for predicted in unroll(head, features, tokens, STEPS)])
+
+
 @torch.no_grad()
 def examine(model: EagleModel, documents: Documents) -> Findings:
     """Compare the predictions of head and target on the learned tokens of documents.
@@ -133,7 +204,8 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
     head, target = model.draft, model.target
     if not documents.learnable(range(len(documents))):
         raise ValueError("the documents have no learned token")
-    header, totals, device = answer_header(model.tokenizer), Findings(), target.output_device
+    header, totals, device = answer_header(model.tokenizer), Findings(others=other_configs(head)), target.output_device
+    others = [(other, other.apply(head)) for other in totals.others]
     for index in Progress(range(len(documents)), desc="documents", unit="document"):
         tokens, learned = map(torch.from_numpy, documents.collate(np.asarray([index])))  # [1, T]
         totals.documents += 1
@@ -155,9 +227,12 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
         covered = at[head.names(tokens[0, at])]
         totals.covered += len(covered)
         likeliest = head.target_logits(features[0, covered - 1, -head.target_hidden_size :], target.logits).argmax(-1)
-        totals.agreed += torch.stack([
-            (head.own_logits(predicted[0, covered - 2], target.logits).argmax(-1) == likeliest).sum()
-            for predicted in unroll(head, features, tokens, STEPS)]).cpu()
+        agreed = agreements(head, features, tokens, covered, likeliest, target)  # [STEPS, C]
+        totals.agreed += agreed.sum(1).cpu()
+        for other, changed in others:
+            agreed_then = agreements(changed, features, tokens, covered, likeliest, target)
+            other.agreed += agreed_then.sum(1).cpu()
+            other.squares += float((agreed_then.sum(0) - agreed.sum(0)).square().sum())
         inner = at[learned[0].roll(-1)[at]]
         after, counted = target.logits(features[0, inner]).argmax(-1), torch.isin(at, inner)
         for shift in (0, 1):  # as in decoding, and with each token's own feature beside it
@@ -177,14 +252,29 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
 def table(totals: Findings) -> str:
     """What was measured, in lines of text."""
     count, good = totals.tokens, " ".join(f"{each:.2f}" for each in GOOD)
-    agreed = " ".join(f"{each / count:.2f}" for each in totals.agreed.tolist())
     return (f"learned tokens:             {count} in {totals.documents} documents\n"
             f"most likely to the target:  {totals.own / count:.1%}\n"
             f"target's cross-entropy:     {totals.surprise / count:.2f} nats per token; entropy "
             f"{totals.entropy / count:.2f}\n"
             f"in the draft vocabulary:    {totals.covered / count:.1%}\n"
-            f"agreement, position 1 to 5: {agreed} (an early head of SmolLM2, on text like that\n"
+            f"agreement, position 1 to 5: {shares(totals.agreed, count)} (an early head of SmolLM2, on text like that\n"
             f"                            it learned: {good})")
+
+
+def better_config(totals: Findings) -> OtherConfig | None:
+    """The change of the config by which a head agrees most often, if it gains so much that chance does not explain
+    it."""
+    def gain(other: OtherConfig) -> float:
+        return float((other.agreed - totals.agreed).sum())
+
+    better = [other for other in totals.others
+              if gain(other) > max(SHIFTED * STEPS * totals.tokens, SURE * other.squares ** 0.5)
+              and other.agreed[0] >= HARDLY * totals.tokens]
+    return max(better, key=gain, default=None)
+
+
+def shares(agreed: Tensor, count: int) -> str:
+    return " ".join(f"{each / count:.2f}" for each in agreed.tolist())
 
 
 def verdicts(totals: Findings, eagle3: bool) -> list[str]:
@@ -203,7 +293,11 @@ def verdicts(totals: Findings, eagle3: bool) -> list[str]:
                       f"{totals.own / count:.0%} of the tokens are its most likely ones, of its samples "
                       f"{totals.likeliest / count:.0%}): train on its own answers (--regenerate)")
     as_used, own, following = (totals.shifted / max(1, totals.followed)).tolist()
-    if agreed[0] < HARDLY:
+    other = better_config(totals)
+    if other is not None:
+        causes.append(f"the head agrees more often ({shares(other.agreed, count)}) with {json.dumps(other.fields)} in "
+                      f"its config.json: {other.trained}")
+    elif agreed[0] < HARDLY:
         causes.append(f"the head hardly ever agrees with the target ({agreed[0]:.1%}): it is damaged, hardly trained, "
                       "or made for another target or for other layers")
     elif max(own, following) > as_used + SHIFTED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import logging
 import re
@@ -14,10 +16,26 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 from ..data.questions import Question
 
 log = logging.getLogger(__name__)
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# Thousands are separated by a comma or a space, also in LaTeX: 9,500, 9{,}500, 9\,500.
+SEPARATOR = r"(?:\{,\}|,\\!|\\[,;: ]|[,~ '’\N{NO-BREAK SPACE}\N{FIGURE SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}])"
+DIGITS = rf"(?:\d{{1,3}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d{{1,3}}(?:,\d\d)+,\d{{3}}(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+"
+NUMBER = re.compile(  # after a digit, word or bracket, "-" is no sign: 20-15
+    rf"(?:(?<![\w)\]}}%])(?P<minus>-))?\\?[$€£]?(?:(?P<whole>\d{{1,3}}) (?=\d+/[1-9]))?(?P<digits>{DIGITS})"
+    r"(?:[eE](?P<exponent>[+-]?\d+)\b|\s?(?:×|\\times|\\cdot|\*)\s?10\^\{?(?P<power>-?\d+))?(?:/(?P<parts>[1-9]\d*))?")
+MARKED = re.compile(  # "#### 1. Title" above a text is a heading
+    rf"(?:(?<!#)####(?!#)[^\w\n]{{0,40}}?|\\boxed\{{[^}}\n]{{0,40}}?){NUMBER.pattern}(?!\d|[.)] +\S.*\n\s*\S)")
+FRACTION = re.compile(r"(\d?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+# Parsers of fenced blocks alone; the second one takes deeply indented fences, too.
+FENCES = [MarkdownIt("zero").enable(["fence", "list", "blockquote", *more]) for more in (["code"], [])]
+for _parser in FENCES:
+    _parser.parse("x")  # fills its cache of rules, which is not safe in threads that parse first
+CONTINUES = re.compile(r"\n*(?: {2,}|\t)\s*(?!```|~~~)\S")  # a completion of a function begins with its indented body
+MOST_LINES = 50  # lines of one statement at most that are not indented; limits the work on lines that never parse
 CODE = ("humaneval", "mbpp")  # categories with programs as answers
 CODE_END = "\n```\n"  # the end of a fenced program; also a stop string of EvalPlus
 # Limits of a program.
@@ -51,46 +69,82 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
         return None
     if question.category == "gsm8k" and final_number(question.answer) is not None:
         return final_number(text) == final_number(question.answer)
-    return (extract_result(text) or text).strip() == question.answer.strip()
-
-
-def extract_result(text: str) -> str | None:
-    """The last `#### result` line of an answer, or None."""
-    found = re.findall(r"^#### (.+)$", text, flags=re.MULTILINE)
-    return found[-1].strip() if found else None
+    _, mark, marked = f"\n{text}".rpartition("\n#### ")  # a result, or a heading above it
+    found = marked.partition("\n")[::2] if mark else (text,)
+    return question.answer.strip() in [each.strip() for each in found]
 
 
 def final_number(text: str) -> str | None:
-    """The final number of an answer, as defined by GSM8K: after the last `####`, else the last number in the text."""
-    marked = extract_result(text)
-    found = NUMBER.findall(text if marked is None else marked)
-    if not found:
+    """The final number of an answer: the last one that is marked, after `#### ` as in GSM8K or in `\\boxed{}`; else the
+    last one in the text."""
+    text = FRACTION.sub(lambda found: f"{found[1] and found[1] + ' '}{found[2]}/{found[3]}",
+                        text.replace("\N{MINUS SIGN}", "-"))
+    *_, found = [None, *(list(MARKED.finditer(text)) or NUMBER.finditer(text))]
+    if found is None:
         return None
-    number = float(found[-1 if marked is None else 0].replace(",", ""))
+    power = found["exponent"] or found["power"] or 0
+    number = float(f"{re.sub(SEPARATOR, '', found['digits'])}e{power}") / float(found["parts"] or 1)
+    number = (number + float(found["whole"] or 0)) * (-1 if found["minus"] else 1)
     return str(int(number)) if number.is_integer() else str(number)
 
 
 def program_of(question: Question, text: str) -> str:
-    """The program in an answer: the prompt with its completion, or the fenced block that contains the function.
+    """The program in an answer: the last fenced block that defines what the question asks for, else what defines it
+    outside of fences, else the completion of the prompt (of MBPP: the last block, or the whole answer).
 
-    For MBPP it is the last fenced block with a function, or the whole answer. A block may lack its closing fence.
+    Of HumanEval's prompt, what precedes the function precedes the block. A block may lack its closing fence.
     """
-    prompt = question.turns[-1]
-    fenced = re.findall(r"```(?:[Pp]y\w*)?\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
-    if question.category == "mbpp":
-        return next((block for block in reversed(fenced) if "def " in block), fenced[-1] if fenced else text)
-    names = re.findall(r"^def (\w+)", prompt, flags=re.MULTILINE)
-    if fenced:
-        whole = next((block for block in reversed(fenced) if names and f"def {names[-1]}" in block), None)
-        if whole is not None:
-            return prompt[: prompt.index(f"def {names[-1]}")] + whole  # keeps the prompt's imports and helpers
-        text = fenced[-1]
-    return prompt + cut_program(text)
+    prompt, text = question.turns[-1], text.replace("\r\n", "\n")
+    functions = list(re.finditer(r"^def (\w+)", prompt, flags=re.MULTILINE)) if question.category == "humaneval" else []
+    names = [functions[-1][1]] if functions else called_names(question.tests or "")
+    asked = "|".join(names) or r"\w+"
+    definition = re.compile(rf"^(?:(?:async )?def (?:{asked})\b|class (?:{asked})\b|(?:{asked}) *=)", re.MULTILINE)
+    blocks, any_indent = ([token.content for token in parser.parse(text) if token.type == "fence"] for parser in FENCES)
+    continues = question.category == "humaneval" and CONTINUES.match(text)
+    for program in (*reversed(blocks), *reversed(any_indent), *([] if continues else [top_level_code(text)])):
+        if definition.search(program):
+            return prompt[: functions[-1].start() if functions else 0] + program
+    if question.category == "humaneval":
+        return prompt + cut_program(blocks[-1] if blocks and not continues else text)
+    return blocks[-1] if blocks else text
+
+
+def called_names(tests: str) -> list[str]:
+    """The names that tests call and do not define; empty if the tests cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse(tests)))
+    except (SyntaxError, ValueError):
+        return []
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias))}
+    return sorted(called - own - set(dir(builtins)))
+
+
+def top_level_code(text: str) -> str:
+    """The imports, definitions and assignments that begin at the start of a line, without the prose around them."""
+    lines, code, at = text.split("\n"), [], 0
+    ends = [number for number, line in enumerate(lines) if line[:1].strip()] + [len(lines)]
+    while at < len(lines):
+        starts = re.match(r"(?:import|from|(?:async )?def|class) |@|\w+ *=", lines[at])
+        near = [end for end in ends if end > at][:MOST_LINES] if starts else []
+        end = next((end for end in near if parses("\n".join(lines[at:end]))), None)
+        code += lines[at:end] if end else []
+        at = end or at + 1
+    return "\n".join(code)
+
+
+def parses(program: str) -> bool:
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def cut_program(text: str) -> str:
-    """A completion up to the end of the function that it continues (the stop strings of HumanEval's authors)."""
-    ends = [at for stop in ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint") if (at := text.find(stop)) >= 0]
+    """A completion up to the end of the function that it continues (the stop strings of HumanEval's authors, and the
+    end of a fence)."""
+    ends = [at for stop in ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\n```") if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 

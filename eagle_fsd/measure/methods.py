@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,10 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 from ..api import generate
 from ..decoding.decoder import Session
 from ..decoding.output import Output
+from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
-from ..models.linear import packed_form
+from ..models.digest import generation_digest, tokenizer_digests
+from ..options import SAMPLING
 from ..pair import EagleModel
-from ..prompts import encode_prompt
+from ..prompts import ChatTokens, encode_prompt
+from ..requests import end_tokens
 from .settings import ComparisonOptions
 
 
@@ -51,10 +55,11 @@ def continues(prompt: object) -> bool:
 
 
 def described(model: EagleModel, options: ComparisonOptions | None = None) -> dict[str, object]:
-    """Everything besides the method that answers depend on, as JSON values."""
-    facts = {"target": model.target.digest(), "head": None if model.draft is None else model.draft.digest(),
-             "dtype": str(model.target.dtype), "weights": packed_form(model.target.model) or "plain",
-             "device": str(model.target.device), "threads": torch.get_num_threads()}
+    """Everything besides the method and the question that answers and their times depend on, as JSON values."""
+    facts = circumstances(model.target, model.draft)
+    facts["generation_config"] = generation_digest(model.target.model)
+    if model.tokenizer is not None:
+        facts |= tokenizer_digests(model.tokenizer)
     if options is not None:
         names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code", "text_drafts")
         facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
@@ -74,8 +79,9 @@ def hf_generate(
 ) -> Method:
     """The baseline: `model.generate` of the stock model, with the same decoding options as our engine.
 
-    It uses only the special tokens of the checkpoint's generation config, like our engine; many configs set a
-    repetition penalty. Sampling turns top-k and top-p off, since the default of `transformers` is the 50 best tokens.
+    As there, the checkpoint's generation config holds, without its sampling options and its repetition penalty, and a
+    chat ends with the turn. Sampling turns top-k and top-p off, since the default of `transformers` is the 50 best
+    tokens.
 
     Args:
         seed: base seed; torch's global generator gets a seed per prompt before each sampled answer.
@@ -87,18 +93,21 @@ def hf_generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     stock = model.stock if stock is None else stock
     own = stock.generation_config
-    special = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    greedy = copy.deepcopy(own)
+    for name in ("max_length", *SAMPLING):
+        setattr(greedy, name, None)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         started = time.perf_counter()
-        ids = torch.tensor([encode_prompt(prompt, model)], device=model.target.device)
+        tokens = encode_prompt(prompt, model)
+        ids = torch.tensor([tokens], device=model.target.device)
+        ends = sorted(end_tokens(model, chat=isinstance(tokens, ChatTokens)))
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
-        stock.generation_config = special  # the model's own config applies even if another is passed
+        stock.generation_config = greedy  # the model's own config applies even if another is passed
         try:
             sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                                      **sampling, **options)
+                                      repetition_penalty=1.0, eos_token_id=ends or None, **sampling, **options)
         finally:
             stock.generation_config = own
         new = sequence[0, ids.shape[1] :].tolist()
@@ -177,7 +186,7 @@ def draft_model(model: EagleModel, purpose: str) -> DraftModel:
 def engine(
     model: EagleModel, *, ask: Callable[..., Output] | None = None, keep_history: bool = False, **options: object
 ) -> Method:
-    """`eagle_fsd.generate` with these options.
+    """`eagle_fsd.generate` with these options, without the repetition penalty of the model's generation config.
 
     Args:
         ask: function to call in place of `generate`, with the prompt and options.
@@ -188,7 +197,7 @@ def engine(
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         nonlocal session
-        request = {**options, "max_new_tokens": max_new_tokens}
+        request = {"repetition_penalty": 1.0, **options, "max_new_tokens": max_new_tokens}
         if keep_history:
             session = request["session"] = session if continues(prompt) else Session()
         if "seed" in options:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from .. import __version__
 from ..decoding.timing import processor_name
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict:
-    """Commit, command, versions and hardware of this process.
+    """Version, commit, command, versions of libraries, and hardware of this process.
 
+    `commit`: of the repository that this file belongs to; None: it is installed as a package, wherever that lies.
     `clean`: the working tree has no changes to the commit, except in results and documentation.
     `preloaded`: libraries in LD_PRELOAD, such as an allocator.
     """
@@ -36,12 +38,15 @@ def environment() -> dict:
         except OSError:  # git is not installed
             return ""
 
-    commit = git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
+    commit, changed = None if not (ROOT / "setup.py").is_file() else "unknown", ""
+    if git("ls-files", "eagle_fsd/__init__.py"):  # a package lies untracked in a repository of its user, if in any
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}.{program.stem}" if program.suffix == ".py" else program.name
     return {
-        "commit": (commit or "unknown") + ("+changes" if changed else ""), "clean": bool(commit) and not changed,
+        "eagle_fsd": __version__, "commit": f"{commit}+changes" if changed else commit,
+        "clean": commit not in (None, "unknown") and not changed,
         "command": shlex.join([*name.split(), *map(shown, sys.argv[1:])]), "python": platform.python_version(),
         "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -73,13 +78,19 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def version_text(about: Mapping[str, str | None]) -> str:
+    """Version and commit of an `environment`; records of 0.4.0 and older have the commit alone."""
+    names = {"eagle_fsd": about.get("eagle_fsd"), "commit": about["commit"]}
+    return ", ".join(f"{name} {value}" for name, value in names.items() if value)
+
+
 def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     """Write a record with its environment as JSON, and a Markdown page beside it; return the page."""
     about = environment()
     write_json(record_path(out, ".json"), {"environment": about, **record})
-    changed = "" if about["clean"] else " (NOT A CLEAN COMMIT: do not quote)"
+    changed = "" if about["clean"] or about["commit"] is None else " (NOT A CLEAN COMMIT: do not quote)"
     machine = ", ".join([about["gpu"] or about["processor"], f"{about['threads']} threads", *about["preloaded"]])
-    page = f"# {record_path(out, '').name}\n\n`{about['command']}` at {about['commit']}{changed}, {machine}, " \
+    page = f"# {record_path(out, '').name}\n\n`{about['command']}` by {version_text(about)}{changed}, {machine}, " \
            f"torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
     record_path(out, ".md").write_text(page, encoding="utf-8")
     return page

@@ -247,15 +247,20 @@ class TreeCache(Cache):
     def copy_row(self, number: int, source: TreeCache, row: int, length: int) -> None:
         """Replace a sequence by the first `length` positions of a sequence of another cache."""
         assert length <= self.capacity, f"{length} positions exceed the capacity of {self.capacity}"
+        self.allocate_like(source)
         for mine, theirs in zip(self.layers, source.layers, strict=True):
             if theirs.is_initialized:
-                if not mine.is_initialized:
-                    mine.lazy_initialization(theirs.keys, theirs.values)
                 mine.keys[number, :, :length] = theirs.keys[row, :, :length]
                 mine.values[number, :, :length] = theirs.values[row, :, :length]
         lengths = self.lengths
         lengths[number] = length
         self._set_lengths(lengths)
+
+    def allocate_like(self, source: TreeCache) -> None:
+        """Allocate the layers that another cache has allocated."""
+        for mine, theirs in zip(self.layers, source.layers, strict=True):
+            if theirs.is_initialized and not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
 
     def copy_of_row(self, row: int) -> TreeCache:
         """A copy of one sequence, whose capacity is its length."""

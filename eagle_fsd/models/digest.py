@@ -1,4 +1,4 @@
-"""A digest of a model's weights, which identifies the model in files and records."""
+"""Digests of what answers depend on: a model's weights and generation config, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.files import json_digest
 from .linear import packed_form
 
 
@@ -34,3 +36,17 @@ def weights_digest(module: nn.Module) -> str:
                 total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
+
+
+def generation_digest(model: PreTrainedModel) -> str | None:
+    """A digest of a model's generation config, which changes greedy answers too; None: it has none."""
+    if model.generation_config is None:
+        return None
+    fields = model.generation_config.to_diff_dict().items()
+    return json_digest({name: value for name, value in fields if name != "transformers_version"})
+
+
+def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Digests of the chat template and the vocabulary, with which prompts become tokens."""
+    template = getattr(tokenizer, "chat_template", None)
+    return {"chat_template": json_digest(template), "vocabulary": json_digest(tokenizer.get_vocab())}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .cache import BucketCache, TreeCache
+from .hooks import is_hooked
 from .linear import Int8, Joined
 from .masks import additive, visible_keys
 
@@ -36,12 +37,18 @@ class Unsupported(ValueError):
     """A module that the fused decoder does not support, with the reason."""
 
 
+def version_of(weight: Tensor) -> tuple[int, int]:
+    """Changes with the values of a tensor, except those of an inference tensor: its address and version."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 class Rotary:
     """A table of cosines and sines by position, computed by the model's stock rotary module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.table: tuple[Tensor, Tensor] | None = None  # [C, S] each
+        # Versions of the module's frequencies, and cosines and sines [C, S] each. Threads share it, as in `Norm`.
+        self.cached: tuple[list, Tensor, Tensor] | None = None
 
     def __call__(
         self,
@@ -51,13 +58,15 @@ class Rotary:
         capacity: int,  # above all positions
         like: Tensor,  # has the dtype and device of the result
     ) -> tuple[Tensor, Tensor]:  # [B or 1, N, 1, S]; the first half of the sines is negated, as `rotate` needs it
-        table = self.table
-        if table is None or len(table[0]) < capacity or table[0].device != like.device or table[0].dtype != like.dtype:
+        cached, versions = self.cached, [version_of(buffer) for buffer in self.module._buffers.values()]
+        if cached is None or cached[0] != versions or len(cached[1]) < capacity or (
+                (cached[1].device, cached[1].dtype) != (like.device, like.dtype)):
             every = torch.arange(capacity + SPARE, device=like.device)[None]
             cos, sin = (each[0] for each in self.module(like, every))
             sin = torch.cat([-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]], -1)
-            table = self.table = cos, sin
-        cos, sin = ((each[start : start + count][None] if positions is None else each[positions]) for each in table)
+            cached = self.cached = versions, cos, sin
+        cos, sin = ((each[start : start + count][None] if positions is None else each[positions])
+                    for each in cached[1:])
         return cos[:, :, None], sin[:, :, None]
 
 
@@ -85,21 +94,22 @@ class Norm:
         if not hasattr(module, "variance_epsilon") or [name for name, _ in module.named_parameters()] != ["weight"]:
             raise Unsupported(f"its norm is a {type(module).__name__}")
         self.module = module
-        self.gain_key: tuple | None = None  # address and version of the weight, dtype of x
+        # The key, the factor [D], and sqrt(D eps) []. Threads share it: it is replaced as a whole, never changed.
+        self.cached: tuple[tuple | None, Tensor | None, Tensor | None] = None, None, None
 
     def __call__(self, hidden: Tensor) -> Tensor:  # [..., D] float32 or wider -> [..., D]
-        weight = self.module._parameters["weight"]
-        key = weight.data_ptr(), 0 if weight.is_inference() else weight._version, hidden.dtype
-        size, epsilon = hidden.shape[-1], self.module.variance_epsilon
-        if self.gain_key != key:
-            self.gain = weight.detach().to(hidden.dtype)
+        weight, size, epsilon = self.module._parameters["weight"], hidden.shape[-1], self.module.variance_epsilon
+        key, gain, root_epsilon = self.cached
+        if key != (now := (version_of(weight), hidden.dtype, epsilon)):
+            gain = weight.detach().to(hidden.dtype)
             if hidden.is_cpu:
-                self.gain, self.root_epsilon = self.gain * size**0.5, torch.tensor((size * epsilon) ** 0.5)
-            self.gain_key = key
+                gain = gain * size**0.5
+                root_epsilon = torch.tensor((size * epsilon) ** 0.5, dtype=hidden.dtype)
+            self.cached = now, gain, root_epsilon
         if not hidden.is_cpu:
-            return nn.functional.rms_norm(hidden, (size,), self.gain, epsilon).to(weight.dtype)
-        root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), self.root_epsilon)
-        return (hidden / root).mul_(self.gain).to(weight.dtype)
+            return nn.functional.rms_norm(hidden, (size,), gain, epsilon).to(weight.dtype)
+        root = torch.hypot(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True), root_epsilon)
+        return (hidden / root).mul_(gain).to(weight.dtype)
 
 
 class FusedLayer:
@@ -208,7 +218,8 @@ def masked_products(
 
 class InvariantAttention:
     """Batch-invariant attention: its results do not depend on what else is in the forward, which are other rows and
-    queries, masked keys, the slots of keys, and the kernels chosen for a shape. A function as of `attention_over`, for layers in int8 on a CPU.
+    queries, masked keys, the slots of keys, and the kernels chosen for a shape. A function as of `attention_over`, for
+    layers in int8 on a CPU.
 
     There everything else is computed row by row, or in integers. Sums of attention alone would differ in their last
     bits between a tree and a single token; sometimes a rounding to int8 then differs, and soon all numbers do. So the
@@ -335,8 +346,7 @@ class FusedDecoder:
         names = {name for name, _ in decoder.named_children()}
         if names != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             raise Unsupported(f"its decoder has the parts {', '.join(sorted(names))}")
-        if any(hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks
-               for module in decoder.modules()):
+        if is_hooked(decoder):
             raise Unsupported("its modules have hooks")
         self.decoder, self.norm = decoder, Norm(decoder.norm)
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
@@ -351,7 +361,7 @@ class FusedDecoder:
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache,  # the keys and values of the tokens are appended
-        feature_layers: Sequence[int] = (),  # their input hidden states precede the last hidden state
+        feature_layers: Sequence[int] = (),  # their inputs precede the last hidden state; n: the last layer's output
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
         first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
         visible, groups = cache.visible(tokens.device), first.heads // first.key_heads
@@ -405,6 +415,8 @@ class FusedDecoder:
             if number in feature_layers:
                 features.append(hidden.to(dtype, copy=True))
             layer(hidden, layer.norms[0](hidden), rotation, attend, new_states[number], *cached[number])
+        if len(self.layers) in feature_layers:
+            features.append(hidden.to(dtype, copy=True))
         features.append(self.norm(hidden))
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from .hooks import is_hooked
 from .memory import MappedFiles
 
 
@@ -390,8 +391,9 @@ def pack_linears(
 
 
 def _is_stock(layer: nn.Module) -> bool:
-    """Whether it is torch's own linear layer with a plain weight."""
-    return type(layer) is nn.Linear and type(layer.weight.data) is Tensor and not hasattr(layer, "_hf_hook")
+    """Whether it is torch's own linear layer with a plain weight, its own forward and no hooks."""
+    return (type(layer) is nn.Linear and type(layer.weight.data) is Tensor and "forward" not in vars(layer)
+            and not is_hooked(layer))
 
 
 def _is_plain(layer: nn.Module) -> bool:

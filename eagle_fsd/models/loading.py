@@ -9,15 +9,16 @@ import logging
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checks import check_placement
 from ..data.gguf import target_source
 from ..data.sources import fetch
+from ..locks import one_at_a_time
 from .linear import has_half_kernels
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def bfloat16_is_faster() -> bool:
     return torch.backends.mkldnn.is_available() and any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+@one_at_a_time
 def load_target(
     target: str | Path,
     *,
@@ -200,6 +202,19 @@ def packable_share(model: PreTrainedModel) -> float:
     return sum(sizes.values()) / sum(weight.numel() for weight in model.parameters())
 
 
+class EmptyWeights(TorchFunctionMode):
+    """Modules made within get weights without values or memory, which take no time to draw; their buffers are real.
+
+    Other threads are not affected, unlike by accelerate's `init_empty_weights`, which changes `nn.Module` for all.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.empty:  # of layers and embeddings; buffers are made by other functions
+            kwargs = {**kwargs, "device": "meta"}
+        return function(*args, **kwargs)
+
+
 @torch.no_grad()
 def convert_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert 16-bit buffers to another dtype. Buffers that are not stored, such as Gemma's scale of embeddings, are
@@ -207,7 +222,7 @@ def convert_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     low = [(part, path, name) for path, part in model.named_modules()
            for name, buffer in part.named_buffers(recurse=False) if buffer.dtype in STORED_NAMES]
     if low:
-        with init_empty_weights(include_buffers=False):
+        with EmptyWeights():
             fresh = type(model)(copy.deepcopy(model.config))
     for part, path, name in low:
         source = fresh.get_submodule(path) if name in part._non_persistent_buffers_set else part

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,26 +23,35 @@ from .cache import BucketCache, TreeCache, cache_name
 from .check import TreeCheck, check_config
 from .digest import weights_digest
 from .fused import FusedDecoder, Unsupported
-from .linear import PackedLinear, dtype_of, pack_linears
+from .hooks import recorded_inputs, structure_of
+from .linear import PackedLinear, dtype_of, pack_linears, packed_form
 from .masks import MaskedLayers
 from .memory import MappedFiles, copy_from_files
 
 log = logging.getLogger(__name__)
 
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward, which bounds the activations' memory
+STRUCTURES = 4  # of each model that are remembered as checked
+
+# For each model, by `fused` and structure, with which it has passed the check: why the fused decoder does not serve it,
+# or None if it does.
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = weakref.WeakKeyDictionary()
+# The structure that an adapter has read. No attribute: copies and pickles of an adapter are to read their own.
+_structures: weakref.WeakKeyDictionary[TargetModel, tuple] = weakref.WeakKeyDictionary()
 
 
 class TargetModel:
     """A stock causal LM with tree verification: features = last hidden state, logits = lm_head(features).
 
     If `layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
-    F = D * (layers + 1) wide. An EAGLE-3 head reads the first part; `logits` reads the last D.
+    F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
+    reads the first part; `logits` reads the last D.
 
     A target on CUDA turns off cuDNN's attention for the whole process, see `attention.turn_off_cudnn`.
 
     Args:
         fused: use `FusedDecoder` where it computes the same logits, else the stock decoder.
-        check: compare the logits of a tree with the model's own. Skip it for a model that has passed.
+        check: compare the logits of a tree with the model's own, unless this model has passed before, as it is.
 
     Attributes:
         batch_invariant: see `FusedDecoder`.
@@ -57,12 +67,7 @@ class TargetModel:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
         check_config(model, self.config)
-        decoder = model.get_decoder()
-        self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
-        self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
-        out_features = getattr(self.lm_head, "out_features", None)  # a quantised weight can have another shape
-        self.vocab_size: int = out_features or self.lm_head.weight.shape[0]
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them, all before the sampling temperature.
         config = self.config
         self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
@@ -76,17 +81,51 @@ class TargetModel:
         self.splits_prefill: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.layers: tuple[int, ...] = ()
         self.fused: FusedDecoder | None = None
-        self.stock_reason: str | None = "it was not requested"  # why `fused` is None
-        self._hook_lock = Lock()
+        self.stock_reason: str | None = None  # why `fused` is None
+        self.readings = 0  # how often the model was read: more often if it has changed
+        self.wants_fused, self._adapting = fused, Lock()
         self.masked_layers = MaskedLayers.of(self.config)
         # Llama-4 scales queries by positions that it counts from the length of the cache, as if the tree were a chain.
         self.positions_from_cache = bool(getattr(self.config, "attn_temperature_tuning", False))
-        self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
         if any(weight.is_cuda for weight in model.parameters()):
             turn_off_cudnn()
-        tree_check = self._tree_check() if check else None
-        if fused:
+        self._adapt(check)
+
+    def refresh(self) -> None:
+        """Read the model again if modules, their forwards or hooks, the attention or the vocabulary have changed since.
+
+        Raises:
+            ValueError: see `TargetModel`.
+        """
+        with self._adapting:
+            if _structures.get(self) != self._structure():
+                check_config(self.model, self.config)
+                self._adapt(check=True)
+
+    def _structure(self) -> tuple:
+        parts = structure_of(self.model)
+        return self.config._attn_implementation, self.vocab_size, *(
+            weakref.ref(part) if isinstance(part, nn.Module) else part for part in parts)
+
+    def _adapt(self, check: bool) -> None:
+        """Find the decoder and its layers, and decide whether `FusedDecoder` computes them."""
+        model, structure = self.model, self._structure()
+        self.readings += 1
+        decoder = model.get_decoder()
+        self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
+        self.decoder_layers = find_layers(self.decoder, self.config, type(model).__name__)
+        tree_check, checked, key = None, _checked.get(model, {}), (self.wants_fused, structure)
+        if check and key in checked:
+            reason = checked[key]
+        elif check and packed_form(model) == "int8":  # two forwards differ by more than the check tolerates
+            reason = "it has changed since it was packed as int8"
+        else:
+            reason = None if self.wants_fused else "it was not requested"
+            tree_check = self._tree_check() if check else None
+        if reason is None:
             self._use_fused(tree_check)
+        else:
+            self.fused, self.stock_reason = None, reason
         if self.fused is None and tree_check is not None:
             try:
                 tree_check.compare(self._tree_logits)
@@ -95,6 +134,17 @@ class TargetModel:
                     f"{type(model).__name__} is not supported: {error}; a target's logits must be lm_head(last hidden "
                     "state) with a scale and a softcap, and depend on no more than the positions and keys that a tree "
                     "mask shows") from error
+        _structures[self] = structure
+        if check:
+            self.remember_check(self.wants_fused, self.stock_reason)
+
+    def remember_check(self, fused: bool, reason: str | None) -> None:
+        """Remember that the model as it is has passed the check, and why the fused decoder does not serve it; None: it
+        does."""
+        checked = _checked.setdefault(self.model, {})
+        for oldest in [*checked][: 1 - STRUCTURES]:
+            checked.pop(oldest, None)
+        checked[fused, _structures[self]] = reason
 
     def _use_fused(self, tree_check: TreeCheck | None) -> None:
         """Use `FusedDecoder` if it passes the check; otherwise set `stock_reason`."""
@@ -145,7 +195,8 @@ class TargetModel:
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class cannot select its attention by name")
             tree_check.compare(self._tree_logits)
-            self.stock_reason = f"{implementation} was requested"
+            self.wants_fused, self.stock_reason = False, f"{implementation} was requested"
+            _structures[self] = self._structure()
         except Exception as error:  # a kernel can raise any exception
             self.model.set_attn_implementation(before)
             self.fused = fused
@@ -175,8 +226,18 @@ class TargetModel:
         return self.logits(self.verify(trees, positions, ancestors, cache))
 
     @property
+    def embed_tokens(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    @property
     def lm_head(self) -> nn.Module:
         return self.model.get_output_embeddings()
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        out_features = getattr(self.lm_head, "out_features", None)  # a quantised weight can have another shape
+        return out_features or self.lm_head.weight.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -256,20 +317,20 @@ class TargetModel:
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
         """Features by the stock decoder."""
-        if not self.layers:
+        layers = self._recorded_modules()
+        if not layers:
             return self.decoder(input_ids=tokens, **options).last_hidden_state
-        states: list[Tensor] = []
-        with self._hook_lock:  # a hook would also record the forwards of other threads
-            hooks = [
-                self.decoder_layers[number].register_forward_pre_hook(lambda layer, inputs: states.append(inputs[0]))
-                for number in self.layers
-            ]
-            try:
-                last = self.decoder(input_ids=tokens, **options).last_hidden_state
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        return torch.cat([*(each.to(last.device) for each in states), last], -1)
+        with recorded_inputs(layers) as states:
+            last = self.decoder(input_ids=tokens, **options).last_hidden_state
+        return torch.cat([*(states[layer].to(last.device) for layer in layers), last], -1)
+
+    def _recorded_modules(self) -> list[nn.Module]:
+        """The modules whose input hidden states are the first part of the features."""
+        layers = self.decoder_layers
+        return [
+            layers[number] if number < len(layers) else find_norm(self.decoder, layers)
+            for number in sorted(self.layers)
+        ]
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
@@ -336,6 +397,16 @@ def find_layers(decoder: nn.Module, config: PreTrainedConfig, name: str) -> nn.M
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise ValueError(f"{name} is not supported: its decoder has no list of layers to place a cache for")
+
+
+def find_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """The decoder's norm of the last layer's output, whatever its name: the first one after its layers, or before."""
+    parts = list(decoder.children())
+    place = parts.index(layers)
+    for module in parts[place:] + parts[:place][::-1]:
+        if "norm" in type(module).__name__.lower():
+            return module
+    raise ValueError(f"{type(decoder).__name__} has no norm after its layers, whose input a head could read")
 
 
 @dataclass(eq=False)

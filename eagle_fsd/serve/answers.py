@@ -6,7 +6,6 @@ import functools
 import math
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from ..decoding.grammar import vocabulary
 from ..decoding.output import Output, Receipt
 from ..drafting.tree import ORIGINS
 from .protocol import ChatRequest, CompletionRequest
-from .tools import TextBeforeCalls, find_calls, json_text
+from .tools import Splitter, json_text
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # our finish reason: the API's
 Speller = Callable[[int], tuple[str, list[int] | None]]  # from a token id to its text and bytes, see `speller`
@@ -34,16 +33,17 @@ class Formatter:
         request: the request.
         spell: gives a token's text and bytes; None if the request asks for no log-probabilities.
         prompts: tokens of each prompt.
+        splitters: for each choice, what splits it into text, thoughts and calls; None: it is text.
     """
 
     model: str
     request: ChatRequest | CompletionRequest
     spell: Speller | None
     prompts: Sequence[int]
+    splitters: Sequence[Splitter | None]
     streamed: int = 0  # new tokens so far
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    shown: dict[int, TextBeforeCalls] = field(default_factory=lambda: defaultdict(TextBeforeCalls))  # by choice
 
     @property
     def chat(self) -> bool:
@@ -53,10 +53,16 @@ class Formatter:
         """The whole answer as one object."""
         choices = []
         for index, output in enumerate(outputs):
-            text, calls = self._calls(output)
-            message = {"role": "assistant", "content": text if text or not calls else None}
-            content = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
-            choices.append({"index": index, **content, "finish_reason": reason_of(output, calls),
+            fields: dict[str, Any] = {}
+            whole = Piece(output.token_ids, output.receipts, output.text)
+            for delta in (self._split(index, whole), self._rest(index)):
+                fields |= {name: fields.get(name, type(value)()) + value for name, value in delta.items()}
+            calls = fields.get("tool_calls", [])
+            for call in calls:
+                del call["index"]
+            text = fields.pop("content", None if calls else "")
+            content = {"message": {"role": "assistant", "content": text, **fields}} if self.chat else {"text": text}
+            choices.append({"index": index, **content, "finish_reason": self._reason(index, output),
                             "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
         return self._body("", choices, self._counted(outputs))
 
@@ -68,18 +74,14 @@ class Formatter:
         """The event of one cycle of a choice; empty if the cycle adds neither text nor log-probabilities."""
         self.streamed += len(piece.token_ids)
         logprobs = self._tokens(piece.token_ids, piece.receipts)
-        text = self.shown[index].add(piece.text) if self.request.may_call else piece.text
-        return self._event(index, {"content": text}, logprobs=logprobs) if text or logprobs is not None else ""
+        delta = self._split(index, piece)
+        return self._event(index, delta, logprobs=logprobs) if delta or logprobs is not None else ""
 
     def ending(self, index: int, output: Output) -> str:
         """The last events of a choice: text and calls that had to wait for its end, and its finish reason."""
-        text, calls = self._calls(output)
-        rest = text[self.shown[index].length :] if self.request.may_call else ""
-        delta = {"content": rest} if rest else {}
-        if calls:
-            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        delta = self._rest(index)
         before = self._event(index, delta) if delta else ""
-        return before + self._event(index, {}, finish_reason=reason_of(output, calls), seed=output.seed)
+        return before + self._event(index, {}, finish_reason=self._reason(index, output), seed=output.seed)
 
     def closing(self, outputs: Sequence[Output]) -> str:
         """The last events of a stream."""
@@ -87,9 +89,20 @@ class Formatter:
         last = as_event(self._body(".chunk", [], self._counted(outputs))) if wanted else ""
         return f"{last}data: [DONE]\n\n"
 
-    def _calls(self, output: Output) -> tuple[str, list[dict]]:
-        """Split the text before the first call from the calls."""
-        return find_calls(output.text, self.request.may_call) if self.request.may_call else (output.text, [])
+    def _split(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What a piece adds to the fields of a choice."""
+        splitter = self.splitters[index]
+        return splitter.add(piece) if splitter else {"content": piece.text} if piece.text else {}
+
+    def _rest(self, index: int) -> dict[str, Any]:
+        """What the end of the answer adds."""
+        splitter = self.splitters[index]
+        return splitter.end() if splitter else {}
+
+    def _reason(self, index: int, output: Output) -> str:
+        """The finish reason of a choice, in the API's terms."""
+        splitter = self.splitters[index]
+        return "tool_calls" if splitter and splitter.calls else FINISHED[output.finish_reason]
 
     def _counted(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """`usage`, and the `metrics` of a single answer as vLLM reports them, see `Stats.speculative_decoding`."""
@@ -130,11 +143,6 @@ class Formatter:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text, encoded = self.spell(token)
         return {"token": text, "logprob": finite(logprob), "bytes": encoded}
-
-
-def reason_of(output: Output, calls: list[dict]) -> str:
-    """The finish reason of an answer, in the API's terms."""
-    return "tool_calls" if calls else FINISHED[output.finish_reason]
 
 
 def by_text(top: Sequence[tuple[int, float]], spell: Speller) -> dict[str, float | None]:

@@ -7,11 +7,13 @@ import hashlib
 import hmac
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,12 +21,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..batching.engine import Engine
-from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket, interleaved
+from ..batching.tickets import EngineClosed, QueueFull, Ticket, interleaved
 from ..decoding.grammar import GrammarError
 from ..decoding.output import Output
+from ..options import GenerateOptions
 from ..requests import end_tokens
 from .answers import FINISHED, Formatter, as_event, speller
 from .limits import ServeOptions
@@ -34,6 +38,9 @@ from .protocol import TO_THE_END, AnswerRequest, ChatRequest, CompletionRequest,
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOCAL = ("localhost", "127.0.0.1", "::1")
+IGNORED = "X-Eagle-Fsd-Ignored"  # the header that names ignored fields
+LONGEST_NAME, MOST_NAMES, MOST_LOGGED = 64, 32, 1024  # characters of their names; names in the header, in the log
+PING, PING_SECONDS = ": waiting\n\n", 10.0  # a comment in a stream, and how long there may be no event without one
 CLIENT_GONE = 499  # for the metrics: a client that disconnected reads no status
 
 
@@ -43,31 +50,36 @@ class Service:
     Args:
         name: name of the model in requests and answers.
         defaults: decoding options of requests that do not set them.
-        also: further names that requests may use for the model.
+        also: further names that requests may use for the model; the first one is where it was loaded from.
+        connections: most requests in progress.
     """
 
-    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], also: Sequence[str] = ()) -> None:
+    def __init__(self, engine: Engine, name: str, defaults: Mapping[str, object], also: Sequence[str] = (),
+                 connections: int = 256) -> None:
+        self.connections, self.slots = connections, asyncio.Semaphore(connections)
+        self.logged: set[str] = set()  # ignored fields
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the name, then an alias
         self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
+        self.root = str(next(iter(also), name))
         self.metrics = Metrics(engine, name)
 
-    async def submit(self, body: AnswerRequest, pool: str) -> list[Ticket]:
+    async def submit(self, body: AnswerRequest, options: GenerateOptions, pool: str) -> list[Ticket]:
         """Submit all choices of a request, or none, and return a ticket for each.
 
         Args:
+            options: those of the request.
             pool: requests of one pool copy drafts from each other's remembered answers.
 
         Raises:
             Refusal: the request is invalid, or the server cannot take it now.
         """
-        if body.model is not None:
-            self.check_name(body.model)
-        options, count = body.options(self.defaults), body.n or 1
+        count = body.n or 1
         tickets: list[Ticket] = []
         try:
             # Tokenising long prompts and compiling grammars would block the event loop.
-            prompts = await asyncio.to_thread(body.prompts, self.engine.model)
+            prompts = await asyncio.to_thread(body.prompts, self.engine.model, options.chat_template_kwargs)
+            options = replace(options, chat_template_kwargs=None)  # the prompts are token ids now
             count *= len(prompts)
             if count > (most := self.engine.max_waiting):
                 raise Refusal(400, f"n times prompts must be at most {most} here (max_waiting), got {count}", param="n")
@@ -92,6 +104,28 @@ class Service:
         if name.casefold() not in self.known:
             raise Refusal(404, f"there is no model {name!r}, only {', '.join(self.names)}", param="model",
                           code="model_not_found")
+
+    def ignored(self, body: AnswerRequest) -> dict[str, str]:
+        """The header that names the ignored fields of a request, if it has any. The log names each field once."""
+        names = sorted(quote(name[:LONGEST_NAME]) for name in body.unknown())[:MOST_NAMES]
+        for name in names:
+            if name not in self.logged and len(self.logged) < MOST_LOGGED:
+                self.logged.add(name)
+                log.warning("the field %s of a request is unknown and ignored", name)
+        return {IGNORED: ", ".join(names)} if names else {}
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Take one of the places for requests in progress.
+
+        Raises:
+            Refusal: there is none.
+        """
+        if self.slots.locked():
+            raise Refusal(503, f"the server already handles {self.connections} requests (max_connections)",
+                          code="too_many_connections")
+        async with self.slots:
+            yield
 
     async def output_of(self, ticket: Ticket) -> Output:
         """Wait for the whole answer.
@@ -149,46 +183,51 @@ def pool_of(request: Request) -> str:
 async def respond(service: Service, request: Request, body: AnswerRequest) -> Response:
     """Answer a chat or a completion, whole or as a stream."""
     model, spell = service.engine.model, None
+    if body.model is not None:
+        service.check_name(body.model)
+    ignored = service.ignored(body)
+    options = await asyncio.to_thread(body.options, service.defaults)  # long lists in it would block the event loop
     if body.alternatives is not None:
-        ends = tuple(sorted(end_tokens(model)))
+        ends = tuple(sorted(end_tokens(model, chat=isinstance(body, ChatRequest))))
         spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)
-    tickets = await service.submit(body, pool_of(request))
-    formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]])
-    pieces = interleaved(tickets)
+    tickets = await service.submit(body, options, pool_of(request))
     try:
-        if not body.stream:
-            return JSONResponse(formatter.whole(await while_connected(request, service.outputs_of(tickets))))
-        first = await while_connected(request, anext(pieces))  # an error here still has an HTTP status
+        formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]],
+                              [body.splitter(model, ticket.stops) for ticket in tickets])
+        if body.stream:
+            return StreamingResponse(stream(service, formatter, tickets), media_type="text/event-stream",
+                                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **ignored})
+        return JSONResponse(formatter.whole(await while_connected(request, service.outputs_of(tickets))),
+                            headers=ignored)
     except BaseException as error:
         cancel(tickets)
         raise (as_refusal(error) if isinstance(error, Exception) else error) from error
-    return StreamingResponse(stream(service, formatter, tickets, pieces, first), media_type="text/event-stream",
-                             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
-async def stream(
-    service: Service, formatter: Formatter, tickets: list[Ticket],
-    pieces: AsyncIterator[tuple[int, Piece | None]], first: tuple[int, Piece | None],
-) -> AsyncIterator[str]:
-    """Yield the server-sent events of an answer, starting from its first piece."""
+async def stream(service: Service, formatter: Formatter, tickets: list[Ticket]) -> AsyncIterator[str]:
+    """Yield the server-sent events of an answer, and comments while there are none: while it waits for a row, say."""
     outputs: dict[int, Output] = {}
-
-    async def event(number: int, piece: Piece | None) -> str:
-        if piece is not None:
-            return formatter.piece(number, piece)
-        outputs[number] = await service.output_of(tickets[number])
-        return formatter.ending(number, outputs[number])
-
+    pieces, waiting = interleaved(tickets), None
     try:
         if formatter.chat:
             yield "".join(map(formatter.opening, range(len(tickets))))
-        yield await event(*first)
-        async for number, piece in pieces:
-            yield await event(number, piece)
+        while len(outputs) < len(tickets):
+            waiting = waiting or asyncio.ensure_future(anext(pieces))
+            if not (await asyncio.wait([waiting], timeout=PING_SECONDS))[0]:
+                yield PING
+                continue
+            (number, piece), waiting = waiting.result(), None
+            if piece is None:
+                outputs[number] = await service.output_of(tickets[number])
+                yield formatter.ending(number, outputs[number])
+            elif (event := formatter.piece(number, piece)):
+                yield event
         yield formatter.closing([outputs[number] for number in range(len(tickets))])
     except Exception as error:  # the status is sent already: report the error in the stream
         yield as_event(as_refusal(error).body)
     finally:
+        if waiting is not None:
+            waiting.cancel()
         cancel(tickets)
 
 
@@ -207,12 +246,19 @@ def as_refusal(error: Exception) -> Refusal:
 class Guard:
     """ASGI middleware of a server without an API key: web pages of other origins cannot use it through a browser.
 
+    Whoever makes a page can let its name resolve to this machine, so that `Host` and `Origin` agree. A server that
+    listens to this machine only therefore refuses every `Host` but this machine's own names. Others are reached by many
+    names, which clients that are no pages may use: a page, whose browser sends an `Origin`, needs a name of this
+    machine or an address.
+
     Args:
-        local: the server listens to this machine only; it then refuses every `Host` but this machine's own names.
+        host: address that the server listens on.
     """
 
-    def __init__(self, app: ASGIApp, local: bool) -> None:
-        self.app, self.local = app, local
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app, self.local = app, host in LOCAL
+        self.names = set(LOCAL) if self.local else {*LOCAL, host.lower(), socket.gethostname().lower(),
+                                                    socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self.refusal(Headers(scope=scope), scope) if scope["type"] == "http" else None
@@ -227,16 +273,26 @@ class Guard:
             name, elsewhere = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
         except ValueError:
             name = elsewhere = None
-        if self.local and host and name not in LOCAL:
+        known = name in self.names or not self.local and is_address(name)
+        if self.local and host and not known:
             return Refusal(403, f"without an API key this server answers to {', '.join(LOCAL)} only, not to {host!r}",
                            code="foreign_host")
-        if origin is not None and elsewhere != host:
+        if origin is not None and (elsewhere != host or not known):
             return Refusal(403, f"without an API key this server refuses pages of other origins, got {origin!r}",
                            code="foreign_origin")
         media = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and scope["path"].startswith("/v1/") and media != "application/json":
             return Refusal(415, f"send Content-Type: application/json, got {media!r}")
         return None
+
+
+def is_address(host: str | None) -> bool:
+    """Whether a host is an IP address."""
+    try:
+        ip_address(host or "")
+    except ValueError:
+        return False
+    return True
 
 
 def create_app(
@@ -252,16 +308,22 @@ def create_app(
         also: further names that requests may use for the model.
 
     Raises:
-        ValueError, TypeError: this model cannot decode with the defaults.
+        ValueError, TypeError: this model cannot decode with the defaults, or its tokenizer's response template is
+            invalid.
     """
     engine.check(options_over(defaults, {}))
-    service = Service(engine, name, defaults, also)
+    if getattr(engine.model.tokenizer, "response_template", None):
+        engine.model.tokenizer.get_response_parser(prefix="")
+    service = Service(engine, name, defaults, also, options.max_connections)
 
     # FastAPI's /docs would load scripts from another host; /openapi.json stays.
     app = FastAPI(title="eagle_fsd", docs_url=None, redoc_url=None, redirect_slashes=False,
                   max_body_size=options.max_body)
     if key is None:
-        app.add_middleware(Guard, local=options.host in LOCAL)
+        app.add_middleware(Guard, host=options.host)
+    else:  # a page that has the key may use the server
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"],
+                           expose_headers=[IGNORED])
     app.add_middleware(Counted, answered=service.metrics.answered)
 
     def check_key(request: Request) -> None:
@@ -270,15 +332,6 @@ def create_app(
             raise Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY",
                           code="invalid_api_key")
 
-    slots = asyncio.Semaphore(options.max_connections)
-
-    async def take_slot() -> AsyncIterator[None]:
-        if slots.locked():
-            raise Refusal(503, f"the server already handles {options.max_connections} requests (max_connections)",
-                          code="too_many_connections")
-        async with slots:
-            yield
-
     @app.get("/health")
     async def health() -> dict:
         if engine.closed:
@@ -286,11 +339,11 @@ def create_app(
         return {"status": "ok", "rows": engine.rows, "waiting": engine.waiting}
 
     add_errors(app)
-    app.include_router(routes(service), dependencies=[Depends(check_key), Depends(take_slot)])
+    app.include_router(routes(service), dependencies=[Depends(check_key)])
     if options.page:
         from .page import mount_page
 
-        mount_page(app, engine, name, defaults, key)
+        mount_page(app, engine, name, defaults, key, service.slot)
     return app
 
 
@@ -321,7 +374,14 @@ def add_errors(app: FastAPI) -> None:
 def routes(service: Service) -> APIRouter:
     """The routes that require the API key."""
     router = APIRouter()
-    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "eagle_fsd"} for name in service.names]
+    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "eagle_fsd", "root": service.root,
+               "parent": None, "max_model_len": service.engine.max_length} for name in service.names]
+
+    async def take_slot() -> AsyncIterator[None]:
+        async with service.slot():
+            yield
+
+    slot = [Depends(take_slot)]
 
     @router.get("/v1/models")
     async def models() -> dict:
@@ -332,15 +392,17 @@ def routes(service: Service) -> APIRouter:
         service.check_name(name)
         return next((each for each in listed if each["id"] == name), listed[0])
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, dependencies=slot)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a chat. Fields that the schema does not list are decoding options under their names in `generate`.
+        Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
         `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, dependencies=slot)
     async def completion(request: Request, body: CompletionRequest) -> Response:
         """Continue a text. Fields that the schema does not list are decoding options under their names in `generate`.
+        Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
         `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 

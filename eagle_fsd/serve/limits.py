@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from ..checks import require_bool, require_integer, require_number
+from ..checks import OptionError, require_bool, require_integer, require_number
 from ..heads.catalogue import DEFAULT, display_name
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
@@ -34,6 +36,8 @@ class ServeOptions:
             drafts; 0: none, see docs/serving.md.
         read_seconds: seconds in which a request must arrive, head and body (else status 408).
         write_seconds: seconds in which a client must accept sent data before its connection is closed (Linux only).
+        keep_alive_seconds: seconds after which an idle connection is closed. Clients reuse connections, so let it
+            exceed their pauses.
         max_body: largest body of a request in bytes (else status 413).
         max_connections: most requests in progress, waiting ones included; further ones get status 503.
         drain_seconds: seconds in which requests in progress may finish after SIGTERM.
@@ -53,6 +57,7 @@ class ServeOptions:
     remember: int = 0
     read_seconds: float = 20.0
     write_seconds: float = 30.0
+    keep_alive_seconds: float = 75.0
     max_body: int = 2**20
     max_connections: int = 256
     drain_seconds: float = 60.0
@@ -67,7 +72,7 @@ class ServeOptions:
         require_integer("port", self.port, 0, 65535)
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
-        for name in ("read_seconds", "write_seconds", "drain_seconds"):
+        for name in ("read_seconds", "write_seconds", "keep_alive_seconds", "drain_seconds"):
             require_number(name, getattr(self, name), "a positive number of seconds", lambda x: 0 < x < math.inf)
         require_bool("page", self.page)
         require_bool("plain", self.plain)
@@ -77,6 +82,18 @@ class ServeOptions:
         """The options that are arguments of `Engine`."""
         names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes", "remember")
         return {name: getattr(self, name) for name in names}
+
+
+def check_template_kwargs(keywords: Mapping[str, object]) -> None:
+    """Raise OptionError if a request passes more than variables on to the chat template: the template itself, which is
+    a program, and how it is tokenised are the server's."""
+    from transformers import PreTrainedTokenizerBase  # not for --help
+
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+        "documents", "continue_final_message", "add_generation_prompt"}
+    if (wrong := sorted(own & keywords.keys())):
+        raise OptionError("chat_template_kwargs", problem=f"must not have {', '.join(wrong)}: they hold variables of "
+                          "the chat template, such as enable_thinking")
 
 
 def served_name(target: str | Path | None) -> str:

@@ -8,7 +8,8 @@ import html
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from ..batching.engine import Engine
 from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket
 from ..decoding.output import Output, Receipt
 from ..text import GrowingText
-from .protocol import options_over
+from .protocol import Refusal, options_over
 
 log = logging.getLogger(__name__)
 PATH = "/page"
+Slot = Callable[[], AbstractAsyncContextManager]  # takes a place for a request in progress
 REFRESH = 0.1  # seconds between updates while an answer is generated
 DEFAULT_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
+CONVERSATIONS = 256  # kept at once, some hundred KB each; the one that was used least recently is dropped
 LONGEST = 1024  # upper end of the length slider in tokens, unless the server's own limit is larger
 SOURCES = {  # of a token, with the text of the legend
     "target": "the target’s own", "head": "the target’s own, drafted by the head",
@@ -125,13 +128,14 @@ def page_html(turns: list[str]) -> str:
 
 async def answer(
     engine: Engine, defaults: Mapping[str, Any], question: str, conversation: dict, threshold: float, guard: float,
-    temperature: float, length: float,
+    temperature: float, length: float, slot: Slot = nullcontext,
 ) -> AsyncIterator[tuple[str, str, dict]]:
     """Answer a question, and yield the text of the input field, the page, and the conversation as the answer grows.
 
     Args:
         defaults: decoding options of the server.
         conversation: messages and turns so far.
+        slot: takes a place for a request in progress.
     """
     if not question.strip():
         yield question, page_html(conversation["turns"]), conversation
@@ -151,14 +155,17 @@ async def answer(
     yield state()
     ticket: Ticket | None = None
     try:
-        ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, options), fit=True)
-        last = time.perf_counter()
-        async for piece in ticket:
-            shown.add(piece)
-            if time.perf_counter() - last > REFRESH:
-                yield state()
-                last = time.perf_counter()
-        shown.end(await ticket)
+        async with slot():
+            ticket = await asyncio.to_thread(engine.submit, messages, options_over(defaults, options), fit=True)
+            last = time.perf_counter()
+            async for piece in ticket:
+                shown.add(piece)
+                if time.perf_counter() - last > REFRESH:
+                    yield state()
+                    last = time.perf_counter()
+            shown.end(await ticket)
+    except Refusal as error:
+        shown.error = error.detail
     except (ValueError, TypeError, QueueFull, EngineClosed) as error:
         shown.error = str(error)
     except Exception as error:
@@ -203,15 +210,16 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Blocks:
+def build(engine: Engine, name: str, defaults: Mapping[str, Any], slot: Slot = nullcontext) -> gradio.Blocks:
     """Build the page."""
     settings = settings_of(defaults)
 
     async def answers(*inputs: Any) -> AsyncIterator[tuple[str, str, dict]]:
-        async for state in answer(engine, defaults, *inputs):
+        async for state in answer(engine, defaults, *inputs, slot):
             yield state
 
     with gradio.Blocks(title=f"eagle_fsd · {name}", analytics_enabled=False, fill_width=True) as blocks:
+        blocks.state_session_capacity = CONVERSATIONS  # as `launch` sets it, which a mounted page does not call
         conversation = gradio.State(new_conversation())
         with gradio.Row():
             with gradio.Column(scale=3, min_width=320):
@@ -242,7 +250,9 @@ def build(engine: Engine, name: str, defaults: Mapping[str, Any]) -> gradio.Bloc
     return blocks
 
 
-def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None) -> None:
+def mount_page(
+    app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, Any], key: str | None, slot: Slot
+) -> None:
     """Add the page at `PATH`, with and without a trailing slash. The API key, if there is one, is its password."""
     app.add_api_route(PATH, lambda: RedirectResponse(PATH + "/"), include_in_schema=False)
     app.add_api_route("/favicon.ico", lambda: Response(status_code=204), include_in_schema=False)  # browsers request it
@@ -252,7 +262,7 @@ def mount_page(app: FastAPI, engine: Engine, name: str, defaults: Mapping[str, A
     }
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     gradio.mount_gradio_app(
-        app, build(engine, name, defaults).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme,
+        app, build(engine, name, defaults, slot).queue(default_concurrency_limit=None, max_size=64), PATH, theme=theme,
         max_file_size=0,  # no uploads
         css=Path(__file__).with_name("page.css").read_text(encoding="utf-8"), ssr_mode=False, footer_links=[],
         enable_monitoring=False, pwa=False, mcp_server=False, **login,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -13,11 +11,13 @@ from starlette.exceptions import HTTPException
 
 from ..checks import OptionError, require_integer
 from ..drafting.config import TreeConfig
-from ..keywords import unknown_option
+from ..keywords import REPLACEMENTS
 from ..options import GenerateOptions
 from ..pair import EagleModel
-from ..prompts import encode_chat
-from .tools import call_schema, check_tools, chosen_tools, tool_names
+from ..prompts import chat_tokens, render_chat
+from ..requests import end_tokens
+from .limits import check_template_kwargs
+from .tools import MOST_CALLS, THOUGHT, CallSplitter, Splitter, TemplateSplitter, call_schema, check_tools, chosen_tools
 
 LONGEST_MESSAGE = 600  # characters; messages quote values of the request
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -27,18 +27,17 @@ MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # per message
 
-OPTIONS = GenerateOptions.names()
+OPTIONS = [name for name in GenerateOptions.names() if name != "generation_config"]  # an object of Python
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
 OF_A_RULE = {"threshold", "divergence", "head_guard"}  # defaults that do not apply to a request with its own rule
 NULLS = {"head_guard"}  # options for which null is a value; for others it means the default
-# Fields of the API that change nothing here, whatever their value.
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-NEUTRAL = {  # features of the API, vLLM and llama.cpp that this server lacks: the value that turns each off
+# Features of the API, vLLM and llama.cpp that this server lacks and that change an answer: the value that turns each
+# off, beside null. Other unknown fields are ignored.
+NEUTRAL = {
     "functions": [], "function_call": "none", "modalities": ["text"], "echo": False, "suffix": "", "best_of": 1,
-    "add_generation_prompt": True, "bad_words": [], "cache_prompt": True, "chat_template_kwargs": {},
-    "continue_final_message": False, "early_stopping": False, "include_stop_str_in_output": False, "length_penalty": 1,
-    "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False, "skip_special_tokens": True,
-    "spaces_between_special_tokens": True, "use_beam_search": False,
+    "bad_words": [], "allowed_token_ids": [], "use_beam_search": False, "include_stop_str_in_output": False,
+    "skip_special_tokens": True, "guided_json": None, "guided_regex": None, "guided_choice": None,
+    "guided_grammar": None, "structured_outputs": None, "grammar": "", "json_schema": None,
 }
 
 
@@ -97,8 +96,11 @@ def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> G
         base.pop("reference", None)
     elif "reference" in own and base.get("text_drafts") == "off":
         del base["text_drafts"]
-    if "min_new_tokens" not in own and isinstance(most := own.get("max_new_tokens"), int):
-        base["min_new_tokens"] = min(base.get("min_new_tokens", 0), max(most, 0))
+    least = base.get("min_new_tokens")
+    if "min_new_tokens" not in own and least is not None and isinstance(most := own.get("max_new_tokens"), int):
+        base["min_new_tokens"] = min(least, max(most, 0))
+    if (own_template := own.get("chat_template_kwargs")) is not None:
+        own = {**own, "chat_template_kwargs": {**(base.get("chat_template_kwargs") or {}), **own_template}}
     options = GenerateOptions(**{**base, **own})
     if isinstance(options.seed, (list, tuple)):
         raise OptionError("seed", options.seed, "an int, the seed of the first choice; each further choice adds 1")
@@ -122,7 +124,7 @@ def tree_of(value: Any) -> TreeConfig:
 class Part(BaseModel):
     """A part of a message. Only text is supported."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["text"]
     text: str
 
@@ -136,37 +138,34 @@ def plain_text(content: Content) -> str:
 
 
 class Message(BaseModel):
-    """One message of a chat; answers of the API are accepted as they are. `encode_chat` checks the roles."""
+    """One message of a chat; answers of the API are accepted as they are. `render_chat` checks the roles."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
     content: Content | None = None
-    tool_calls: list[dict] | None = None
+    reasoning_content: str | None = None  # templates show or drop earlier thoughts
+    tool_calls: Annotated[list[dict], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def check(self) -> Message:
         self.tool_calls = self.tool_calls and [read_call(call) for call in self.tool_calls]
-        for name, value in self.model_extra.items():
-            if value not in (None, []) and name != "name":  # `name`: templates have no place for a person's name
+        for name in ("function_call", "audio"):  # parts of a turn that templates would lack
+            if self.model_extra.get(name):
                 raise OptionError(name, problem="is not supported here")
         return self
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates expect it: role "system" for "developer", and text in `content`."""
-        content = "" if self.content is None and self.tool_calls else self.content
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role,
-                                   "content": None if content is None else plain_text(content)}
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        message = {"role": "system" if self.role == "developer" else self.role,
+                   "content": None if self.content is None else plain_text(self.content),
+                   "reasoning_content": self.reasoning_content, "tool_calls": self.tool_calls,
+                   "tool_call_id": self.tool_call_id}
+        return {name: value for name, value in message.items() if value or name == "content"}
 
 
 def read_call(call: dict) -> dict:
-    """A call with its arguments parsed, since templates serialise them. Arguments that are not JSON stay text, so that
-    a conversation can continue after a model wrote invalid JSON.
+    """The parts of a call that templates know.
 
     Raises:
         ValueError: the call names no function.
@@ -175,18 +174,14 @@ def read_call(call: dict) -> dict:
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
         raise OptionError("tool_calls", problem='must each be {"id": I, "type": "function", "function": {"name": N, '
                           f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function",
-            "function": {"name": function["name"], "arguments": arguments or {}}}
+            "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
 
 
 class Prediction(BaseModel):
     """A text that the answer will resemble, such as a file to edit."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["content"]
     content: Content
 
@@ -194,22 +189,42 @@ class Prediction(BaseModel):
 class StreamOptions(BaseModel):
     """What a stream contains besides the answer."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool = False
     continuous_usage_stats: bool = False  # as in vLLM: usage in every event
     include_obfuscation: bool = False  # padding; never sent
 
 
+def extra_fields(value: Any, place: str = "") -> set[str]:
+    """Names of the fields that the models of a body do not list, except null ones."""
+    if isinstance(value, list):
+        return set().union(*(extra_fields(each, place) for each in value if isinstance(each, BaseModel)))
+    if not isinstance(value, BaseModel):
+        return set()
+    return {place + name for name, inside in (value.model_extra or {}).items() if inside is not None}.union(
+        *(extra_fields(getattr(value, name), f"{place}{name}.") for name in type(value).model_fields))
+
+
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Prompts = Field(max_length=MOST_MESSAGES, fail_fast=True)
+
+
 class AnswerRequest(BaseModel):
-    """The fields that chats and completions share. Fields that the schema does not list are decoding options."""
+    """The fields that chats and completions share. Fields that the schema does not list are decoding options, or are
+    ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    our_names: ClassVar[dict[str, str]] = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+    our_names: ClassVar[dict[str, str]] = {  # in the API, in vLLM, in llama.cpp
+        "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
+        "repeat_penalty": "repetition_penalty"}
+    without: ClassVar[Sequence[str]] = ()  # decoding options without a meaning here
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = 1
+    n: int | None = Field(1, description=(
+        "Number of choices. At temperature 0, the default, decoding is greedy and all choices are the same: set a "
+        "temperature."))
     response_format: Any = None
 
     @model_validator(mode="after")
@@ -229,20 +244,22 @@ class AnswerRequest(BaseModel):
         """The decoding options: the request's, then the server's defaults.
 
         Raises:
-            Refusal: a field is unknown or not supported, or a value is invalid.
+            Refusal: a field is not supported and would change the answer, or a value is invalid.
         """
         options: dict[str, Any] = {}
+        unknown = self.unknown()
         for name, value in self.decoding().items():
             ours = self.our_names.get(name, name)
-            if name in IGNORED or value is None and name not in NULLS or NEUTRAL.get(name, ...) == value:
+            # vLLM and llama.cpp turn top_k off and draw a seed with -1.
+            value = {("top_k", -1): 0, ("seed", -1): None}.get((name, value) if isinstance(value, int) else None, value)
+            if value is None and name not in NULLS or NEUTRAL.get(name, ...) == value or name in unknown:
                 continue
             if name in NEUTRAL:
-                raise Refusal(400, f"not supported here: {name}={value!r}, omit it", param=name)
-            if ours not in OPTIONS:
-                raise Refusal(400, unknown_option(name, self.known()), param=name, code="unknown_field")
+                hint = f"use {REPLACEMENTS[name]}" if name in REPLACEMENTS else "omit it"
+                raise Refusal(400, f"not supported here: {name}={value!r}; {hint}", param=name)
             if ours in options and options[ours] != value:
                 raise Refusal(400, f"{name}={value!r} contradicts another field for {ours}", param=name)
-            options[ours] = 0 if (name, value) == ("top_k", -1) else value  # vLLM turns top_k off with -1
+            options[ours] = value
         if isinstance(biases := options.get("logit_bias"), dict):  # keys of JSON objects are strings
             options["logit_bias"] = {int(token) if token.isdecimal() and len(token) < 10 else token: bias
                                      for token, bias in biases.items()}
@@ -252,6 +269,10 @@ class AnswerRequest(BaseModel):
             return options_over(defaults, options)
         except (TypeError, ValueError) as error:
             raise self.refusal(error) from error
+
+    def unknown(self) -> set[str]:
+        """Names of the fields that are ignored, as `messages.name` for those of a message."""
+        return extra_fields(self) - ({*OPTIONS, *self.our_names, *NEUTRAL} - {*self.without})
 
     def known(self) -> list[str]:
         """All field names."""
@@ -277,17 +298,24 @@ class ChatRequest(AnswerRequest):
     top_logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an answer has at most one call")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=(
+        'Variables of the chat template, such as {"enable_thinking": false}'))
+    continue_final_message: bool | None = Field(None, description="The answer continues the last message")
+    add_generation_prompt: bool | None = None
     prediction: Prediction | None = Field(None, description=(
         "A text that the answer will resemble: drafts are copied from it. A lossless answer does not depend on it. "
         "usage.completion_tokens_details counts the copied tokens."))
 
     _tools: list[dict] = []  # tools that the model may call
     _must_call: bool = False
+    _prompt: str = ""  # the rendered chat
 
     @model_validator(mode="after")
     def check_tools(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise OptionError("top_logprobs", problem="needs logprobs=true")
+        check_template_kwargs(self.chat_template_kwargs or {})
         self._tools, self._must_call = chosen_tools(check_tools(self.tools or []), self.tool_choice)
         if self._must_call and self.response_format not in (None, {"type": "text"}):
             raise OptionError("response_format", problem="cannot be combined with a call that tool_choice requires: "
@@ -297,7 +325,10 @@ class ChatRequest(AnswerRequest):
     def decoding(self) -> dict[str, Any]:
         predicted = None if self.prediction is None else plain_text(self.prediction.content)
         call = call_schema(self._tools) if self._must_call else None
-        return {"prediction": predicted, "tools": call, "top_logprobs": self.top_logprobs, **super().decoding()}
+        own = {name: getattr(self, name) for name in ("continue_final_message", "add_generation_prompt")}
+        template = (self.chat_template_kwargs or {}) | {name: is_on for name, is_on in own.items() if is_on is not None}
+        return {"prediction": predicted, "tools": call, "top_logprobs": self.top_logprobs,
+                "chat_template_kwargs": template or None, **super().decoding()}
 
     @property
     def alternatives(self) -> int | None:
@@ -305,13 +336,25 @@ class ChatRequest(AnswerRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def may_call(self) -> list[str]:
-        """Names of the tools that the model may call."""
-        return tool_names(self._tools)
+    def thinking(self) -> bool:
+        """Whether the answer begins inside a thought."""
+        last = self.messages[-1].content if self.continue_final_message else self._prompt.rstrip()[-len(THOUGHT[0]) :]
+        text = plain_text(last or "")
+        return text.rfind(THOUGHT[0]) > text.rfind(THOUGHT[1])
 
-    def prompts(self, model: EagleModel) -> list[Any]:
+    def splitter(self, model: EagleModel, stops: Sequence[str]) -> Splitter | None:
+        """What splits one answer into text, thoughts and calls, see `tools.py`; None: it is text."""
+        most = 1 if self.parallel_tool_calls is False else MOST_CALLS
+        if getattr(model.tokenizer, "response_template", None) and not self._must_call:
+            ends = end_tokens(model, chat=True)
+            return TemplateSplitter(model.tokenizer, stops, ends, self._prompt, self._tools, most)
+        return CallSplitter(self._tools, most, self.thinking and not self._must_call) if self._tools else None
+
+    def prompts(self, model: EagleModel, template: Mapping[str, object] | None) -> list[Any]:
         """The chat as token ids, in a list of one prompt."""
-        return [encode_chat([message.plain() for message in self.messages], model, self._tools or None)]
+        messages, tools = [message.plain() for message in self.messages], self._tools or None
+        self._prompt = render_chat(messages, model, {**(template or {}), "tools": tools})
+        return [chat_tokens(self._prompt, model)]
 
 
 class CompletionRequest(AnswerRequest):
@@ -319,9 +362,9 @@ class CompletionRequest(AnswerRequest):
     under their names in `generate`."""
 
     our_names: ClassVar[dict[str, str]] = {**AnswerRequest.our_names, "logprobs": "top_logprobs"}
-    may_call: ClassVar[Sequence[str]] = ()
+    without: ClassVar[Sequence[str]] = ("chat_template_kwargs",)
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Tokens | Annotated[list[str], Prompts] | Annotated[list[Tokens], Prompts]
     logprobs: int | None = None  # 0: only those of the chosen tokens
 
     def decoding(self) -> dict[str, Any]:
@@ -332,7 +375,11 @@ class CompletionRequest(AnswerRequest):
         """As in `ChatRequest`."""
         return self.logprobs
 
-    def prompts(self, model: EagleModel) -> list[Any]:
+    def splitter(self, model: EagleModel, stops: Sequence[str]) -> None:
+        """As in `ChatRequest`."""
+        return None
+
+    def prompts(self, model: EagleModel, template: Mapping[str, object] | None) -> list[Any]:
         """The texts or token ids, as a list of prompts."""
         many = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         return list(self.prompt) if many else [self.prompt]

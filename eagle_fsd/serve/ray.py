@@ -19,7 +19,8 @@ from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 
 # Ray Serve configures these itself.
-OF_RAY = ("host", "port", "read_seconds", "write_seconds", "max_connections", "drain_seconds", "page", "plain")
+OF_RAY = ("host", "port", "read_seconds", "write_seconds", "keep_alive_seconds", "max_connections", "drain_seconds",
+          "page", "plain")
 
 
 @serve.deployment(name="EagleFsd", max_ongoing_requests=72, graceful_shutdown_timeout_s=75, health_check_period_s=5)

@@ -105,7 +105,8 @@ def configuration(app: ASGIApp, options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app, http=partial(TimeoutProtocol, seconds=options.read_seconds), ws="none", server_header=False,
         headers=[("content-security-policy", POLICY), ("referrer-policy", "no-referrer")],
-        timeout_graceful_shutdown=options.drain_seconds, access_log=False, log_config=None, proxy_headers=False,
+        timeout_graceful_shutdown=options.drain_seconds, timeout_keep_alive=options.keep_alive_seconds,
+        access_log=False, log_config=None, proxy_headers=False,
     )
 
 
