@@ -45,7 +45,7 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
-from eagle_fsd.models.linear import pack_linears, packed_form
+from eagle_fsd.models.linear import is_int8, pack_linears, packed_form
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
@@ -306,9 +306,8 @@ def rates_of(model: EagleModel) -> dict[str, float]:
     best of several products with a weight in the form of the model's layers."""
     device, dtype, inputs = model.target.device, model.target.dtype, LARGE[0]
     holder = nn.Sequential(nn.Linear(*LARGE, bias=False, device=device, dtype=dtype))
-    kind = packed_form(model.target.model)
-    if kind:
-        pack_linears(holder, "int8" if kind == "int8" else None, MappedFiles())
+    if packed_form(model.target.model):
+        pack_linears(holder, "int8" if is_int8(model.target.model) else None, MappedFiles())
 
     def fastest(rows: int) -> float:
         ones = torch.ones(rows, inputs, device=device, dtype=dtype)

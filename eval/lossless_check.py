@@ -3,7 +3,8 @@
     python -m eval.lossless_check --target T --draft D --questions prompts.jsonl
     python -m eval.lossless_check --questions mt_bench.jsonl spec_bench.jsonl --per-category 8 --settings exact "fsd 0"
 
-`model.generate` computes in the pair's dtype: of a checkpoint in 16 bits that the pair computes in float32, too.
+`model.generate` computes in the pair's dtype: of a checkpoint in 16 bits that the pair computes in float32, too. With
+--quantization int8, greedy answers are compared with the pair's own without drafts, and have to be equal to the token.
 
 Greedy: the share of answers that are equal token for token, and for each other answer its first difference. That is a
 numerical tie if the gap between the target's logits of the two tokens is at most its change between a forward pass over
@@ -22,19 +23,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from eagle_fsd.api import generate
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
+from eagle_fsd.decoding.decoder import Session
+from eagle_fsd.decoding.output import Output
+from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
-from eagle_fsd.models.linear import packed_form
+from eagle_fsd.models.linear import Int8, is_int8, packed_form
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
@@ -50,6 +56,9 @@ class LosslessArguments(QuestionOptions):
     Args:
         settings: lossless rules; with a lossy one, such as "fsd 0.5", the check fails. Sampling uses the first.
         tree: size of the draft tree. If omitted: the fastest known on this machine.
+        ways: further ways to decode greedily: the tree (16, 5, 4), without copies from the text, in a session that has
+            read half of the prompt.
+        rows: with more than one, also answer as many questions in a batch.
         max_new_tokens: most tokens in a greedy answer.
         temperature: temperature of the sampled answers.
         samples: sampled answers to each prompt; 0: none.
@@ -61,6 +70,8 @@ class LosslessArguments(QuestionOptions):
     pair: Loading = Loading()
     settings: tuple[str, ...] = ("exact",)
     tree: Tree = None
+    ways: tuple[Literal["tree", "no-copies", "session"], ...] = ()
+    rows: int = 1
     max_new_tokens: int = 128
     temperature: float = 1.0
     samples: int = 100
@@ -103,24 +114,49 @@ def explain(
 
 
 def check_greedy(
-    model: EagleModel, chats: Sequence[tuple[int | str, list]], stock: PreTrainedModel, methods: Mapping[str, Method],
-    new_tokens: int,
+    model: EagleModel, chats: Sequence[tuple[int | str, list]], plain: Method, methods: Mapping[str, Method],
+    new_tokens: int, rows: int = 1,
 ) -> tuple[dict[str, list[Difference]], int]:
-    """The differing answers of each method, and the total tokens of `model.generate`'s answers.
+    """The answers of each method that differ from plain decoding's, and the total tokens of the latter.
 
     Args:
         chats: the id and the chat of each question; questions of several files may have one id.
+        rows: with more than one, as many chats are also answered in a batch.
     """
-    theirs, total = hf_generate(model, stock=stock), 0
-    by_method: dict[str, list[Difference]] = {name: [] for name in methods}
-    for question, chat in Progress(chats, desc="greedy", unit="prompt"):
-        first = theirs(chat, new_tokens).token_ids
+    total, group = 0, []
+    by_method: dict[str, list[Difference]] = {name: [] for name in [*methods, *([f"batch of {rows}"] * (rows > 1))]}
+
+    def compare(name: str, question: int | str, chat: list, first: list[int], second: list[int]) -> None:
+        if first != second:
+            by_method[name].append(explain(model, encode_prompt(chat, model), first, second, question))
+
+    for number, (question, chat) in enumerate(Progress(chats, desc="greedy", unit="prompt"), 1):
+        first = plain(chat, new_tokens).token_ids
         total += len(first)
         for name, ours in methods.items():
-            second = ours(chat, new_tokens).token_ids
-            if first != second:
-                by_method[name].append(explain(model, encode_prompt(chat, model), first, second, question))
+            compare(name, question, chat, first, ours(chat, new_tokens).token_ids)
+        if rows > 1:
+            group.append((question, chat, first))
+            if len(group) == rows or number == len(chats):
+                batch = generate([chat for _question, chat, _first in group], model, max_new_tokens=new_tokens,
+                                 repetition_penalty=1.0)
+                for each, output in zip(group, batch, strict=True):
+                    compare(f"batch of {rows}", *each, output.token_ids)
+                group = []
     return by_method, total
+
+
+def in_session(model: EagleModel) -> Method:
+    """Answers in a session that has read, and begun to answer, a chat with half of the last message."""
+    def answer(messages: list[dict], max_new_tokens: int) -> Output:
+        *before, last = messages
+        session, half = Session(), last["content"][: len(last["content"]) // 2]
+        for content, count in ((half, 3), (last["content"], max_new_tokens)):
+            output = generate([*before, {**last, "content": content}], model, session=session, max_new_tokens=count,
+                              repetition_penalty=1.0)
+        return output
+
+    return answer
 
 
 def homogeneity(first: Sequence[object], second: Sequence[object]) -> float:
@@ -161,7 +197,7 @@ def check_sampling(
 
 def print_differences(name: str, differences: Sequence[Difference], prompts: int) -> None:
     same = prompts - len(differences)
-    print(f"{name}, greedy: {same} of {prompts} answers equal those of model.generate, token for token")
+    print(f"{name}, greedy: {same} of {prompts} answers equal those of plain decoding, token for token")
     for difference in differences:
         cause = "a numerical tie" if difference.tie else "NOT a tie"
         print(f"  question {difference.question}: token {difference.position + 1} is {difference.ours} instead of "
@@ -173,24 +209,29 @@ def run(args: LosslessArguments) -> int:
     options = {name: {**parse_setting(name)[1], "tree": args.tree} for name in args.settings}
     if not options:
         raise ValueError("--settings needs at least one rule, for example exact")
-    check_counts(args, "limit", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens")
+    check_counts(args, "limit", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens", "rows")
     check_counts(args, "samples", least=0)
     questions = args.chosen_questions()
     model = args.pair.load()
     chats = [(question.id, [{"role": "user", "content": question.turns[0]}]) for question in questions]
-    # In the dtype that the pair computes in. The plain decoding of int8 weights is that of the packed model.
-    quantised = packed_form(model.target.model) == "int8"
+    # In the dtype that the pair computes in. The plain decoding of int8 weights is that of our engine.
+    quantised = is_int8(model.target.model)
     stock = model.target.model if quantised else model.stock_in(model.target.dtype)
+    plain = engine(model, speculative=False) if quantised else hf_generate(model, stock=stock)
     methods = {name: engine(model, **each) for name, each in options.items()}
-    by_method, tokens = check_greedy(model, chats, stock, methods, args.max_new_tokens)
+    ways = {"tree": engine(model, tree=TreeConfig(16, 5, 4)), "no-copies": engine(model, text_drafts="off"),
+            "session": in_session(model)}
+    methods |= {name: ways[name] for name in args.ways}
+    by_method, tokens = check_greedy(model, chats, plain, methods, args.max_new_tokens, args.rows)
     for name, differences in by_method.items():
         print_differences(name, differences, len(chats))
-    lossless = all(difference.tie for differences in by_method.values() for difference in differences)
+    invariant = packed_form(model.target.model) == Int8.NAME and model.target.fused is not None
+    lossless = all(difference.tie and not invariant for found in by_method.values() for difference in found)
     record = {"environment": environment(), "arguments": option_record(args), "dtype": str(model.target.dtype),
               "names": dict(zip(("target", "head"), model.described(), strict=True)),
               "prompts": len(chats), "tokens": tokens,
-              "identical": {name: len(chats) - len(differences) for name, differences in by_method.items()},
-              "differences": {name: [asdict(each) for each in differences] for name, differences in by_method.items()}}
+              "identical": {name: len(chats) - len(found) for name, found in by_method.items()},
+              "differences": {name: [asdict(each) for each in found] for name, found in by_method.items()}}
     if args.samples:
         sampled = [chat for _, chat in chats[: args.sampled_prompts]]
         rows = check_sampling(model, sampled, stock, options[args.settings[0]], args.temperature, args.samples,

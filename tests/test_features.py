@@ -133,4 +133,4 @@ def test_features_in_int8_are_near_and_not_mixed_with_others(family, tmp_path, m
     near = torch.nn.functional.cosine_similarity(*found, dim=-1)
     assert near.min() > 0.95 and not torch.equal(*found)
     monkeypatch.setattr(sys, "argv", [*words, f"{tmp_path}/plain", "--quantization", "int8"])
-    assert main() == 2 and "another weights (was None, now int8)" in capsys.readouterr().err
+    assert main() == 2 and "another weights (was None, now int8, rotated)" in capsys.readouterr().err

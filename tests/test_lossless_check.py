@@ -9,7 +9,7 @@ import torch
 from tiny import save_pair, tiny_pair
 from transformers import AutoModelForCausalLM
 
-from eval.lossless_check import explain, homogeneity, main
+from eval.lossless_check import Difference, explain, homogeneity, main
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def check(place, *more: str) -> int:
 
 def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert check(place, "--samples", "60", "--sampled-prompts", "1") == 0
-    assert "6 of 6 answers equal those of model.generate" in capsys.readouterr().out
+    assert "6 of 6 answers equal those of plain decoding" in capsys.readouterr().out
     record = json.loads((place / "found.json").read_text())
     assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
 
@@ -49,6 +49,18 @@ def test_a_checkpoint_in_16_bits_is_compared_in_float32(place, capsys):
     AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16).save_pretrained(half)
     assert check(place, "--samples", "0", "--target", str(half), "--max-new-tokens", "60") == 0
     assert "6 of 6 answers equal" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_int8_is_compared_with_its_own_plain_decoding(place, monkeypatch, capsys):
+    """In every way to decode, to the token: in int8 no tie is an excuse."""
+    ways = ("--quantization", "int8", "--samples", "0", "--ways", "tree", "no-copies", "session", "--rows", "4")
+    assert check(place, *ways) == 0
+    same = json.loads((place / "found.json").read_text())["identical"]
+    assert same == dict.fromkeys(("exact", "tree", "no-copies", "session", "batch of 4"), 6)
+    tie = Difference("q", 0, 1, 2, gap=0.0, noise=1.0, tie=True)
+    monkeypatch.setattr("eval.lossless_check.check_greedy", lambda *given: ({"exact": [tie]}, 1))
+    assert check(place, *ways) == 1 and check(place, "--quantization", "int8-fast", "--samples", "0") == 0
 
 
 def test_a_lossy_rule_is_found_out(place, capsys):

@@ -91,9 +91,9 @@ class Loading(LoadOptions):
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
     cuda_graphs: OnUnlessFlagged = True
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "int8-fast"] | None = None
     draft_dtype: str | None = None
-    draft_quantization: Literal["int8"] | None = None
+    draft_quantization: Literal["int8", "int8-fast"] | None = None
 
     def load(self, tree: TreeConfig | None = None) -> EagleModel:
         """Load the pair; see `eagle_fsd.load`.

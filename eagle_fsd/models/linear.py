@@ -151,8 +151,14 @@ def block_size(inputs: int, largest: int) -> int:
     return size if alike else block_size(inputs, size // 2)
 
 
+class Int8Fast(Int8):
+    """`Int8` whose decoder uses the fastest attention, not `fused.InvariantAttention`."""
+
+    NAME = "int8, rotated, fast"
+
+
 Form = Packed | Half | Int8
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = {"int8": Int8, "int8-fast": Int8Fast}
 WORKERS = 4  # packing threads; each copies a layer in float32
 
 
@@ -162,8 +168,8 @@ def choose_form(
     dtype: torch.dtype | None = None,
 ) -> type[Form] | None:
     """The fastest form on this processor for a weight in `dtype` (default its own); None: not packed."""
-    if quantization == "int8":
-        return Int8 if weight.is_floating_point() else None
+    if quantization is not None:
+        return QUANTIZATIONS[quantization] if weight.is_floating_point() else None
     if (dtype or weight.dtype) == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Packed
     return Half if has_half_kernels() and fits_half(weight) else None
@@ -409,13 +415,19 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
-    return Int8.NAME if Int8.NAME in names else max(names, default=None)
+    return next((form.NAME for form in QUANTIZATIONS.values() if form.NAME in names), max(names, default=None))
+
+
+def is_int8(module: nn.Module) -> bool:
+    """Whether layers of a module are packed as int8."""
+    return any(isinstance(layer, PackedLinear) and isinstance(layer.packed, Int8) for layer in module.modules())
 
 
 def check_quantization(form: object) -> None:
-    """Raise ValueError unless the form is None, or "int8" on a processor with the instructions for it."""
-    if form not in QUANTIZATIONS:
-        raise ValueError(f'quantization must be "int8" or None, got {form!r}')
-    if form == "int8" and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
-        raise ValueError('quantization="int8" needs an x86 processor with VNNI instructions (AVX-512 VNNI or AVX-VNNI) '
-                         "and torch with oneDNN; elsewhere omit it, or pass a quantization_config of transformers")
+    """Raise ValueError unless the form is None, or one of int8 on a processor with the instructions for it."""
+    if form is not None and form not in QUANTIZATIONS:
+        raise ValueError(f'quantization must be "int8", "int8-fast" or None, got {form!r}')
+    if form is not None and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
+        raise ValueError(f'quantization="{form}" needs an x86 processor with VNNI instructions (AVX-512 VNNI or '
+                         "AVX-VNNI) and torch with oneDNN; elsewhere omit it, or pass a quantization_config of "
+                         "transformers")

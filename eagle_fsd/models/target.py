@@ -24,7 +24,7 @@ from .check import TreeCheck, check_config
 from .digest import weights_digest
 from .fused import FusedDecoder, Unsupported
 from .hooks import recorded_inputs, structure_of
-from .linear import PackedLinear, dtype_of, pack_linears, packed_form
+from .linear import PackedLinear, dtype_of, is_int8, pack_linears
 from .masks import MaskedLayers
 from .memory import MappedFiles, copy_from_files
 
@@ -117,7 +117,7 @@ class TargetModel:
         tree_check, checked, key = None, _checked.get(model, {}), (self.wants_fused, structure)
         if check and key in checked:
             reason = checked[key]
-        elif check and packed_form(model) == "int8":  # two forwards differ by more than the check tolerates
+        elif check and is_int8(model):  # two forwards differ by more than the check tolerates
             reason = "it has changed since it was packed as int8"
         else:
             reason = None if self.wants_fused else "it was not requested"
