@@ -41,7 +41,7 @@ GGUF = ["gguf>=0.10"]  # for the default pair, too
 EVAL = ["matplotlib>=3.8", "jsonschema>=4"]
 STRUCTURED = ["llguidance>=1.9"]
 SERVE = [*STRUCTURED, "fastapi>=0.165", "starlette>=1.10", "pydantic>=2.10", "uvicorn>=0.34", "h11>=0.14",
-         "prometheus-client>=0.21"]
+         "prometheus-client>=0.21", "regex>=2025.10"]
 EXTRAS = {
     "gguf": GGUF,
     "flash": ["flash-attn-4>=4.0.0b36; platform_system == 'Linux'"],  # or 2, or 3: docs/performance.md

@@ -92,7 +92,7 @@ def test_stop_keeps_what_was_said(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "told"), [(eagle_fsd.QueueFull("2 requests wait"), "2 requests wait"),
-                                             (RuntimeError("a secret"), "see the server&#x27;s log")])
+                                             (RuntimeError("a secret"), "see the server's log")])
 def test_an_answer_that_fails_says_so(engine, monkeypatch, error, told):
     def fails(*args, **options):
         raise error
