@@ -23,6 +23,7 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
-from eagle_fsd.models.linear import is_int8, pack_linears, packed_form
+from eagle_fsd.models.linear import Int8, is_int8, pack_linears, packed_form
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options import GenerateOptions
@@ -55,7 +56,9 @@ from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards
 
 log = logging.getLogger(__name__)
-FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"}}
+FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"},
+         "int8-fast": {"quantization": "int8-fast"}}
+UNROTATED = "int8-unrotated"
 MORE_TOKENS = 32  # tokens of an endpoint after the first
 LARGE = 4096, 32768  # inputs and outputs of the weight that measures the rates
 # Sizes from the published configs; a head is one layer of the same size.
@@ -80,7 +83,8 @@ class ForwardsArguments:
     """Options of `eval.forwards`.
 
     Args:
-        forms: forms of target and head: stock transformers modules, our fused decoder, or int8.
+        forms: forms of target and head: stock transformers modules, our fused decoder, or int8; this without
+            batch-invariant attention (int8-fast), and also without rotation, as before version 0.5 (int8-unrotated).
         shape: use random weights of this shape instead of a pair.
         draft_shape: draft with a causal LM of this shape, which gets the target's vocabulary, instead of a head.
         nodes: numbers of nodes in a forward pass.
@@ -98,7 +102,7 @@ class ForwardsArguments:
 
     out: Path
     pair: Loading = Loading()
-    forms: tuple[Literal[tuple(FORMS)], ...] = ("fused",)
+    forms: tuple[Literal[(*FORMS, UNROTATED)], ...] = ("fused",)
     shape: Literal[tuple(SHAPES)] | None = None
     draft_shape: Literal[tuple(SHAPES)] | None = None
     nodes: tuple[int, ...] = (1, 4, 8, 16, 32, 60)
@@ -300,6 +304,16 @@ def captured_times(
         yield name, several(program)
 
 
+@contextmanager
+def rotated_by(block: int) -> Iterator[None]:
+    """Within the context weights are packed as int8 with rotations by at most this block size; 1: with none."""
+    own, Int8.BLOCK = Int8.BLOCK, block
+    try:
+        yield
+    finally:
+        Int8.BLOCK = own
+
+
 @torch.inference_mode()
 def rates_of(model: EagleModel) -> dict[str, float]:
     """Weights read per second in a product with one row, and multiply-adds per second in one with 1,024 rows. Takes the
@@ -344,7 +358,10 @@ def run(args: ForwardsArguments) -> None:
     if args.draft_shape is not None and (args.shape is None or any(args.draft_vocabularies)):
         raise ValueError("--draft-shape needs a --shape of the target, and no --draft-vocabularies, which are of heads")
     if args.shape is None:
-        models = {form: replace(args.pair, tree=None, **FORMS[form]).load() for form in args.forms}
+        models = {}
+        for form in args.forms:
+            with rotated_by(1 if form == UNROTATED else Int8.BLOCK):
+                models[form] = replace(args.pair, tree=None, **FORMS.get(form, FORMS["int8-fast"])).load()
     else:
         device = check_device(args.pair.device)
         small = torch.float32 if device.type == "cpu" else torch.bfloat16

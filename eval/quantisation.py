@@ -4,8 +4,7 @@
         --run-code --out eval/results/qwen-int8
 
 Perplexity is the target's over the first --tokens tokens of each text in --likelihood, which is the first turn of a
-question without the chat template. The prediction after the first token is left out: in int8 it can be far off, without
-an effect on later ones, and no answer uses it. Both forms answer --questions losslessly and in turn; `eval.benchmark`
+question without the chat template. Both forms answer --questions losslessly and in turn; `eval.benchmark`
 explains the columns. With --batch only --timed questions are answered in turn, and the others in batches, without
 drafts. KL is the divergence of the int8 target from the stored one, in nats per token.
 """
@@ -35,6 +34,7 @@ from eagle_fsd.models.target import TargetModel
 from eagle_fsd.pair import EagleModel
 from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
+from eval.forwards import rotated_by
 from eval.likelihood import log_probs
 
 STORED, INT8 = "as stored", "int8"
@@ -50,6 +50,7 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
         batch: number of questions to answer together, except the timed ones; 1: answer and time every question alone.
         timed: with --batch, number of questions to answer alone, interleaved, for timing.
         stop_after_code: end answers after their first fenced code block.
+        blocks: also measure KL with rotations by blocks of these sizes; 1: with none, as before version 0.5.
     """
 
     likelihood: Path
@@ -58,6 +59,7 @@ class QuantisationArguments(ComparisonOptions, QuestionOptions):
     batch: int = 1
     timed: int = 24
     stop_after_code: bool = False
+    blocks: tuple[int, ...] = ()
     tree: Tree = None
 
 
@@ -65,9 +67,9 @@ def likelihoods(targets: dict[str, TargetModel], texts: Sequence[Sequence[int]])
     """Perplexity of each target; KL divergence and share of equal best tokens of the second and the first."""
     nats, divergence, same, count = dict.fromkeys(targets, 0.0), 0.0, 0, 0
     for ids in Progress(texts, desc="reading", unit="text"):
-        log_p = {name: log_probs(target, ids)[1:] for name, target in targets.items()}
+        log_p = {name: log_probs(target, ids) for name, target in targets.items()}
         for name, each in log_p.items():
-            nats[name] -= each.gather(1, torch.tensor(ids[2:], device=each.device)[:, None]).sum().item()
+            nats[name] -= each.gather(1, torch.tensor(ids[1:], device=each.device)[:, None]).sum().item()
         first, second = log_p.values()
         divergence += (first.exp() * (first - second)).sum().item()
         same += (first.argmax(-1) == second.argmax(-1)).sum().item()
@@ -88,15 +90,21 @@ def in_batches(model: EagleModel, stack: ExitStack, rows: int, **options: object
 def run(args: QuantisationArguments) -> None:
     check_counts(args, "per_category", "limit", "max_new_tokens", "repeats", "batch")
     check_counts(args, "timed", least=0)
-    check_counts(args, "tokens", least=3)
+    check_counts(args, "tokens", least=2)
     questions, read = args.chosen_questions(), choose_questions([args.likelihood], args.per_category)
     check_gradable(questions, args.run_code)
     models = {STORED: args.pair.load(), INT8: replace(args.pair, quantization="int8").load()}
     texts = [encode_prompt(question.turns[0], models[STORED])[: args.tokens] for question in read]
-    texts = [ids for ids in texts if len(ids) > 2]
+    texts = [ids for ids in texts if len(ids) > 1]
     if not texts:
-        raise ValueError(f"{args.likelihood} has no text of 3 tokens or more")
+        raise ValueError(f"{args.likelihood} has no text of 2 tokens or more")
     likelihood = likelihoods({name: model.target for name, model in models.items()}, texts)
+    by_block = []
+    for block in args.blocks:
+        with rotated_by(block):
+            int8 = replace(args.pair, quantization="int8").load()
+        found = likelihoods({STORED: models[STORED].target, INT8: int8.target}, texts)
+        by_block.append({"rotated by": block, **{name: found[name] for name in ("KL", "same best token")}})
     stop = {"stop": CODE_END} if args.stop_after_code else {}
     options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
                **stop}
@@ -106,8 +114,9 @@ def run(args: QuantisationArguments) -> None:
         together = None if args.batch == 1 else {
             name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}
         records = compare(methods, questions, args, about, timed=args.timed, together=together, workers=args.batch)
-    table = markdown([{name: f"{value:.4g}" for name, value in likelihood.items()}])
-    about |= {"settings": option_record(args), "likelihood": likelihood}
+    table = "\n\n".join(markdown([{name: f"{value:.4g}" for name, value in row.items()} for row in rows])
+                        for rows in ([likelihood], by_block) if rows)
+    about |= {"settings": option_record(args), "likelihood": likelihood, "by_block": by_block}
     print(store(models[STORED], records, STORED, args, about, workers=args.batch,
                 preface=f"{len(texts)} texts of {args.likelihood.name}:\n\n{table}\n\n")[1])
 

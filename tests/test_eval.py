@@ -393,20 +393,21 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
     questions = write_questions(tmp_path)
     assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--tree",
-                              "8,3,2", "--out", str(tmp_path / "both")]) == 0
+                              "8,3,2", "--blocks", "1", "64", "--out", str(tmp_path / "both")]) == 0
     record = json.loads((tmp_path / "both.json").read_text())
+    assert record["by_block"] == [{"rotated by": block, "KL": 0, "same best token": 1} for block in (1, 64)]
     found = record["likelihood"]
     assert found["KL"] == 0 and found["same best token"] == 1
-    assert found["tokens"] == 3  # a letter after "<s>" and another one, thrice
+    assert found["tokens"] == 6  # two letters after "<s>", thrice
     texts = [torch.tensor([pair.tokenizer.encode(text)]) for text in ("ab", "ef", "gh")]
     with torch.no_grad():
-        losses = [cross_entropy(pair.target.model(ids).logits[0, 1:-1], ids[0, 2:]).item() for ids in texts]
+        losses = [cross_entropy(pair.target.model(ids).logits[0, :-1], ids[0, 1:]).item() for ids in texts]
     assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
     assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
-    (tmp_path / "short.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "short.jsonl").write_text('{"prompt": ""}\n')
     assert quantisation.main(["--likelihood", str(tmp_path / "short.jsonl"), "--questions", questions, "--out",
                               str(tmp_path / "short")]) == 2
-    assert "short.jsonl has no text of 3 tokens or more" in capsys.readouterr().err
+    assert "short.jsonl has no text of 2 tokens or more" in capsys.readouterr().err
     first = json.loads((tmp_path / "both.answers.jsonl").read_text().splitlines()[1])["turns"][0]
     monkeypatch.setattr(quantisation, "CODE_END", first[2:4])
     assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--batch",
