@@ -275,6 +275,30 @@ def test_invariant_attention_is_attention(stable):
     assert_close(attend(queries, keys, values, 0.2), expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_int8
+@torch.inference_mode()
+def test_invariant_attention_of_a_deep_tree_reads_no_other_branch():
+    """Ten nodes of another branch come before a chain deeper than NEAR, at whose end the first blocks could reach
+    them."""
+    text, other, chain = 290, 10, 120
+    visible = torch.zeros(1, chain, text + other + chain, dtype=torch.bool)
+    visible[..., :text], visible[..., text + other :] = True, torch.ones(chain, chain, dtype=torch.bool).tril()
+    queries, keys, values = (torch.randn(1, *shape) for shape in ((chain, 6, 32), (2, 420, 32), (2, 420, 32)))
+    attend = InvariantAttention(visible, text + torch.arange(chain)[None], 3, True)
+    expected = attention_over(additive(visible, torch.float32), False, 3)(queries, keys, values, 0.2)
+    assert_close(attend(queries, keys, values, 0.2), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_int8
+@torch.inference_mode()
+def test_in_int8_a_batch_of_prompts_is_read_as_each_alone():
+    target = int8_target(torch.float32)
+    texts = torch.randint(target.vocab_size, (2, 350))
+    together = target.prefill(texts, target.new_cache(350, 2))
+    alone = [target.prefill(text[None], target.new_cache(350)) for text in texts]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_silu_of_a_row_depends_on_no_other():
     before = torch.get_num_threads()
     torch.set_num_threads(3)

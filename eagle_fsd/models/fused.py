@@ -231,7 +231,8 @@ class InvariantAttention:
 
     Args:
         visible: which keys each query sees. Slots before the first of the new ones are positions of the text.
-        positions: of the queries. For nodes more than NEAR levels below the root all this does not hold.
+        positions: of the queries. For nodes more than NEAR levels below the root they are divided where the text ends,
+            so that their last bits depend on the tree.
         groups: G. blocks: whether the first blocks may be computed by PyTorch's kernel.
     """
 
@@ -248,7 +249,8 @@ class InvariantAttention:
     ) -> None:
         self.groups = groups
         divided = blocks * (positions >= self.LONG)
-        ends = (positions - self.NEAR) // self.BLOCK * self.BLOCK * divided  # [B, N], of the first blocks
+        reach = visible.cumprod(-1, dtype=torch.uint8).sum(-1)  # [B, N], the keys before the first that is not seen
+        ends = (positions - self.NEAR).minimum(reach) // self.BLOCK * self.BLOCK * divided  # of the first blocks
         self.start = int(ends.min())
         near = (visible & (torch.arange(visible.shape[-1]) >= ends[..., None]))[..., self.start :]
         self.near = None if near.all() else additive(near, torch.float64).repeat(1, 1, groups, 1)  # [B, 1, G * N, keys]
