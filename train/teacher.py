@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import check_same, json_digest
 from eagle_fsd.loading import pack_early
-from eagle_fsd.models.linear import check_quantization
+from eagle_fsd.models.linear import QUANTIZATIONS, check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to, output_logits
 from eagle_fsd.pair import EagleModel
@@ -177,8 +177,9 @@ class Teacher:
             target = open_target(config, accelerator, layers)
             return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)
+        form = None if config.quantization is None else QUANTIZATIONS[config.quantization].NAME
         check_same(config.features, {"dtype": features.index["dtype"], "quantization": features.index.get("weights")},
-                   {"dtype": f"torch.{config.target_dtype}", "quantization": config.quantization},
+                   {"dtype": f"torch.{config.target_dtype}", "quantization": form},
                    "pass --target-dtype and --quantization as for the features")
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
