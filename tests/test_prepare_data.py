@@ -1,6 +1,7 @@
 """From files of conversations to a dataset: formats, bad rows, lengths, answers by the target itself."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,6 +260,32 @@ def test_an_answer_cut_off_on_a_server_without_token_ids_does_not_end(tmp_path, 
         ((ids, learned),) = encode_record(record, model.tokenizer, 64, "truncate")
         found[reason] = model.tokenizer.decode([token for token, mark in zip(ids, learned, strict=True) if mark])
     assert found == {"length": "ab", "stop": "ab</s>"}
+
+
+def test_no_prompt_is_lost_while_a_server_rejects_options_of_vllm(model, monkeypatch, caplog):
+    """The second prompt is rejected after the first was answered without these options."""
+    openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+    first_done, found = threading.Event(), {}
+
+    def create(*, prompt: list[int], extra_body: dict | None = None, **body: object) -> SimpleNamespace:
+        if extra_body:
+            assert prompt == prompts[0] or first_done.wait(60)
+            raise openai.BadRequestError("unknown", response=httpx.Response(
+                400, request=httpx.Request("POST", "http://x")), body=None)
+        return SimpleNamespace(choices=[SimpleNamespace(text="ab", finish_reason="stop")])
+
+    def done(number: int, result: object) -> None:
+        found[number] = result
+        first_done.set()
+
+    texts = ["a", "b"]
+    prompts = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    monkeypatch.setattr("openai.OpenAI", lambda **given: client)
+    write, _ = endpoint_writer("http://x/v1", "m", model.tokenizer, 2)
+    write(texts, [0, 1], done, max_new_tokens=2)
+    assert [found[number] for number in range(2)] == [("ab", None)] * 2
+    assert "the server rejects return_token_ids" in caplog.text
 
 
 def test_what_answers_depend_on_is_compared_before_any_is_written(tmp_path, model, monkeypatch):

@@ -117,16 +117,18 @@ def endpoint_writer(
         extra["stop_token_ids"] = [turn]
 
     def ask(text: str, seed: int, sampling: Mapping) -> Completion | BadRow:
+        sent = dict(extra)  # another thread may clear it meanwhile
         body = {"model": name, "prompt": tokenizer(text, add_special_tokens=False)["input_ids"],
                 "seed": seed % 2**31, "max_tokens": sampling["max_new_tokens"],
                 **{key: value for key, value in sampling.items() if key != "max_new_tokens"}}
         try:
             try:
-                choice = client.completions.create(**body, extra_body=dict(extra)).choices[0]
+                choice = client.completions.create(**body, extra_body=sent).choices[0]
             except openai.BadRequestError:
-                if not extra:
+                if not sent:
                     raise
                 choice = client.completions.create(**body).choices[0]
+                log.warning("the server rejects %s: answers end where it ends them", " and ".join(sent))
                 extra.clear()
         except openai.BadRequestError as error:
             log.warning("the server rejects a prompt: %s", error)
