@@ -300,6 +300,7 @@ def test_beginnings_of_calls_without_end():
 @pytest.mark.parametrize(("kind", "value"), [
     ({"type": "string"}, "7"), ({"type": "integer"}, 7), ({"type": ["number", "null"]}, 7), ({}, "7"),
     ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7), ({"type": ["string", "integer"]}, "7"),
+    ({"anyOf": [{"type": "integer", "description": "no string"}, True]}, 7),
 ])
 def test_values_have_the_type_of_the_schema(kind, value):
     text = "<function=f><parameter=x>7</parameter></function>"

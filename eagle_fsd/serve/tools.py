@@ -413,7 +413,8 @@ def python_calls(source: str) -> list[tuple[str, str]]:
 def typed(text: str, schema: Any) -> Any:
     """A value written as text, as its JSON schema wants it; the text if this is impossible or the schema is silent."""
     schema = schema if isinstance(schema, dict) else {}
-    kinds = str([schema.get("type"), schema.get("anyOf"), schema.get("oneOf")])
+    parts = [schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    kinds = str([part.get("type") for part in parts if isinstance(part, dict)])
     if "string" in kinds or not any(kind in kinds for kind in ("integer", "number", "boolean", "object", "array")):
         return text
     for read in (json.loads, ast.literal_eval):  # models write True, too
