@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd.data import progress
-from eagle_fsd.data.files import append_lines, only_writer, read_lines, save_atomically, write_lines
+from eagle_fsd.data.files import append_lines, check_same, only_writer, read_lines, save_atomically, write_lines
 from eagle_fsd.data.progress import Progress
 
 HOLD = """
@@ -115,3 +115,10 @@ def test_long_work_is_shown_as_a_bar_or_in_lines(terminal, monkeypatch):
         work.update(1, loss="0.5")
     assert "tau" in shown.getvalue() and "1.90k" in shown.getvalue() and "loss=0.5" in shown.getvalue()
     assert shown.getvalue().endswith("\n") and (terminal or "of 4.00k" in shown.getvalue())
+
+
+@pytest.mark.parametrize("recorded", [{"seed": 1}, ["seed", 1], None])
+def test_what_differs_is_named_whatever_the_file_holds(tmp_path, recorded):
+    check_same(tmp_path, {"seed": 0, "tree": [1, 2]}, {"tree": (1, 2), "seed": 0})
+    with pytest.raises(ValueError, match=r"was made with another seed \(was (1|None), now 0\): choose another path"):
+        check_same(tmp_path, recorded, {"seed": 0})

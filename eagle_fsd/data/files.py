@@ -80,17 +80,18 @@ def json_digest(value: object) -> str:
 
 
 def check_same(
-    place: Path, recorded: Mapping[str, object], wanted: Mapping[str, object],
-    advice: str = "choose another path, or delete it",
+    place: Path, recorded: object, wanted: Mapping[str, object], advice: str = "choose another path, or delete it"
 ) -> None:
     """Compare what stored results depend on with what is asked for.
 
     Args:
+        recorded: a mapping; any other JSON value, of a file that is not ours, has nothing in common with it.
         advice: what to do if they differ.
 
     Raises:
         ValueError: something differs; the message names each part.
     """
+    recorded = recorded if isinstance(recorded, Mapping) else {}
     wanted = json.loads(json.dumps(wanted))
     changed = [f"{name} (was {recorded.get(name)}, now {wanted.get(name)})" for name in {**recorded, **wanted}
                if recorded.get(name) != wanted.get(name)]
