@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from ..decoding.decoder import Decoder
 from ..decoding.forwards import Forwards, shared_prefix
@@ -351,10 +350,9 @@ class Rows:
 
 @dataclass(eq=False)
 class Kept:
-    """A copy of a row: its cached text, the features that the draft has not processed, and its caches."""
+    """A copy of a row: its cached text and its caches."""
 
     tokens: list[int]
-    features: Tensor | None
     forwards: Forwards
 
 
@@ -378,8 +376,7 @@ class Prefixes:
         while self.kept and (len(self.kept) >= self.most
                              or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
             del self.kept[0]
-        features = None if request.features is None else request.features.clone()  # see `captured.cycle.Walked`
-        self.kept.append(Kept(text, features, forwards.row(number)))
+        self.kept.append(Kept(text, forwards.row(number)))
 
     def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Iterable[Request]) -> None:
         """Copy the longest cached prefix of a new request's prompt into its caches.
@@ -389,14 +386,14 @@ class Prefixes:
         """
         cached = [(rows, number, other) for number, other in enumerate(others)]
         cached += [(each.forwards, 0, each) for each in self.kept]
-        shared = [forwards.shared(number, other, request)[0] for forwards, number, other in cached]
+        shared = [forwards.shared(number, other.tokens, request)[0] for forwards, number, other in cached]
         if not any(shared):
             return
-        best = cached[shared.index(max(shared))]
-        forwards.begin_with(request, *best)
-        if isinstance(best[2], Kept):  # move it to the end, as recently used
-            self.kept.remove(best[2])
-            self.kept.append(best[2])
+        *row, best = cached[shared.index(max(shared))]
+        forwards.begin_with(request, *row, best.tokens)
+        if isinstance(best, Kept):  # move it to the end, as recently used
+            self.kept.remove(best)
+            self.kept.append(best)
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
