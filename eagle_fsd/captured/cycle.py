@@ -246,9 +246,8 @@ class CapturedCycles:
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
-        if walk.mixed:
-            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
+            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
         download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
         buffers.fed, buffers.ahead = steps, None
@@ -396,8 +395,8 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return None
     key = tuple((type(each), *vars(each).items()) for each in first.processors)
     fuzzy = [each for each in params if rule != EXACT]
-    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in fuzzy),
-                        any(each.within is not None for each in fuzzy), joined=False)
+    walk = WalkSettings(rule, first.greedy, key, any(each.budget is not None for each in fuzzy),
+                        len(own) > 1 or any(each.within is not None for each in fuzzy), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule
-from ..acceptance.walk import Permission, Step, Within, walk
+from ..acceptance.walk import Step, Within, walk
 from ..captured.cycle import CapturedCycles, Walked
 from ..drafting.copies import MOST_NODES
 from ..drafting.drafter import Drafter
@@ -180,7 +180,7 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         try:
-            walks = walk(rule, verified, self._permission(requests), top)
+            walks = walk(rule, verified, *self._limits(requests), top)
         except Exception as error:
             if len(requests) == 1:
                 return [([0], Emission([], [], error))]
@@ -196,8 +196,8 @@ class Decoder:
             results.append((path, emission))
         return results
 
-    def _permission(self, requests: Sequence[Request]) -> Permission:
-        """The thresholds, budgets and marks of the requests, as the walk applies them."""
+    def _limits(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor | None, Within | None]:
+        """The thresholds, budgets and marks of the requests, see `descend`."""
         left = within = None
         # Not of the current rule: that is either this one or `exact`, which reads no threshold.
         threshold = self._per_row([request.params.rule.threshold for request in requests])
@@ -207,7 +207,7 @@ class Decoder:
             marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
             inside_marks, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
             within = Within(inside_marks.bool(), opening, closing)
-        return Permission(threshold, left, within)
+        return threshold, left, within
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
