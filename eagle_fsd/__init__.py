@@ -28,6 +28,7 @@ __all__ = [
     "Stats",
     "TextDrafts",
     "Ticket",
+    "TokenWeights",
     "TreeConfig",
     "Weights",
     "custom_generate",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
-    from .acceptance import RULES, FuzzyRule, GatingRule, Nodes, Rule, Weights, make_rule
+    from .acceptance import RULES, FuzzyRule, GatingRule, Nodes, Rule, TokenWeights, Weights, make_rule
     from .api import generate
     from .batching.engine import Engine
     from .batching.tickets import EngineClosed, Piece, QueueFull, Ticket
@@ -58,7 +59,8 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .pair import EagleModel
 else:
     __getattr__, __dir__ = lazy_names(__name__, {
-        **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"), "acceptance"),
+        **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"),
+                        "acceptance"),
         "generate": "api",
         "Chat": "chat",
         "Session": "decoding.decoder",

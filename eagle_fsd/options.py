@@ -100,7 +100,7 @@ class GenerateOptions(RuleAtTemperature, Options):
             generation config.
         stop_token_ids: further tokens that end the answer.
         acceptance: name of a rule (see `eagle_fsd.RULES`), a rule object, or a function from the `Nodes` of one row to
-            `Weights` or to log-weights [V].
+            `Weights`, `TokenWeights` or log-weights [V].
         threshold: threshold of the rule; larger accepts more. None: 0, which is lossless, or that of the rule object.
             Rules that are not lossless at 0 (typical, fsd_paper, relaxed when sampling) need a threshold.
         divergence: for rules that gate on one, default js: kl, reverse_kl, js, tv, js_fsd_code, or a form on the

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper
 
 from eagle_fsd.acceptance import Rule
-from eagle_fsd.acceptance.walk import Permission, Step, walk
+from eagle_fsd.acceptance.walk import Step, walk
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.tree import DraftTree, ancestors_of
 
@@ -49,7 +49,7 @@ class Case:
             None if each is None
             else torch.as_tensor(each, dtype=torch.float64, device=self.raw.device).expand(len(self.raw))
             for each in (rule.threshold if threshold is None else threshold, left))
-        return walk(rule, self, Permission(threshold, left, within))
+        return walk(rule, self, threshold, left, within)
 
     def paths(self, rule: Rule, *arguments) -> list[list[int]]:
         """The accepted nodes of each row, starting with the root."""

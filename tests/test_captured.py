@@ -455,8 +455,7 @@ def programs_of(pair, rows, draw, rule):
     settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(tree)).next())
     if drafter.draft_tokens is not None:
         _other_tokens(buffers.draft_tokens, target.vocab_size)
-    processors, walk = requests[0].params.processors, replace(settings.walk, mixed=True, budgeted=True, marked=True,
-                                                         joined=True)
+    processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
     return (partial(draft, buffers, target, drafter, settings.draft, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),

@@ -19,7 +19,7 @@ from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, t
 import eagle_fsd
 from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop
-from eagle_fsd.batching.rows import Prefixes
+from eagle_fsd.batching.prefixes import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.models.cache import TreeCache

@@ -15,7 +15,7 @@ from random_trees import Case, tree_from_parents
 from reference_acceptance import divergence
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from eagle_fsd.acceptance import Nodes, Rule, Weights, make_rule
+from eagle_fsd.acceptance import Nodes, Rule, TokenWeights, Weights, make_rule
 from eagle_fsd.drafting.noise import gumbel_noise
 
 VOCAB, DEPTH = 6, 3
@@ -63,7 +63,7 @@ class Steered(Rule):
     name: ClassVar[str] = "steered"
     mixes_draft: ClassVar[bool] = True
     rule: Rule = None
-    answers: list[tuple[Nodes, Weights]] = field(default_factory=list)
+    answers: list[tuple[Nodes, Weights | TokenWeights]] = field(default_factory=list)
 
     def is_lossless(self, greedy):
         return False
@@ -72,7 +72,7 @@ class Steered(Rule):
         depth = len(self.answers)
         self.answers.append((nodes, self.rule.weigh(nodes)))
         to = torch.tensor([path[depth] if depth < len(path) else 0 for path in PATHS])
-        return Weights(None, tokens=torch.nn.functional.one_hot(to, VOCAB).float())
+        return TokenWeights(torch.nn.functional.one_hot(to, VOCAB).float())
 
 
 def law_of(name, threshold, case, **options) -> dict[tuple, float]:
@@ -81,11 +81,12 @@ def law_of(name, threshold, case, **options) -> dict[tuple, float]:
     case.take([0] * len(NODES)).walk(rule, threshold)
     for v, path in enumerate(PATHS):
         nodes, answer = rule.answers[len(path)]
-        weights, own = nodes.warped[v] + torch.as_tensor(answer.others).expand(len(NODES))[v], nodes.children[v]
-        if answer.tokens is not None:
+        if isinstance(answer, TokenWeights):
             weights = answer.tokens[v]
-        elif answer.children is not None:
-            weights = weights.index_copy(0, nodes.tokens[v, own], answer.children[v, own])
+        else:
+            weights, own = nodes.warped[v] + torch.as_tensor(answer.others).expand(len(NODES))[v], nodes.children[v]
+            if answer.children is not None:
+                weights = weights.index_copy(0, nodes.tokens[v, own], answer.children[v, own])
         node_probs.append(weights.double().softmax(-1).tolist())
     return segment_law(node_probs)
 

@@ -281,7 +281,7 @@ def test_decoding_with_pauses_gives_the_same_tokens(pair):
         while len(row.receipts) < 70:
             decoder.step()
             undrafted.append(row.stats.undrafted)
-    assert decoder.forwards.draft_cache.length + len(row.features) == len(row.tokens) - 1
+    assert decoder.forwards.draft_cache.length + len(decoder.forwards.features(0)) == len(row.tokens) - 1
     assert [row.answer[:70]] == expected and 0 < undrafted[-1] and undrafted[-1] - undrafted[9] < len(undrafted) - 10
 
 

@@ -387,7 +387,7 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
         prompts, *[{"max_new_tokens": 160}] * 2, {"max_new_tokens": 20, "text_drafts": "off"}), [1]
     while max(unread) - min(unread) <= lag:
         decoder.step()
-        unread = [len(request.features) for request in decoder.requests]
+        unread = [len(decoder.forwards.features(row)) for row in range(len(prompts))]
     assert len(decoder.requests[2].tokens) < 350
     drafted, logits = decoder.forwards.draft(decoder.requests, Plan(Choice(tree), tree))
     for row, request in enumerate(decoder.requests):

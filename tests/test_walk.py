@@ -12,7 +12,7 @@ from reference_acceptance import Reference
 from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import Nodes, Weights, make_rule
+from eagle_fsd.acceptance import Nodes, TokenWeights, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice, Drafting
@@ -197,7 +197,7 @@ def test_a_function_may_draw_any_token_and_stop_anywhere(greedy):
     def backwards(nodes):
         asked.append(nodes)
         weights = nodes.warped + nodes.raw.flip(-1)
-        return Weights(None, tokens=weights, stop=nodes.raw[:, 0] >= 1)
+        return TokenWeights(weights, stop=nodes.raw[:, 0] >= 1)
 
     for seed in range(8):
         case, budgets = random_case(seed, greedy, banned=0.2), [math.inf, 0.0, 2.0, 6.0]
@@ -318,7 +318,7 @@ def test_what_a_function_does_wrong_ends_its_request_and_no_other(pair):
 
 
 def test_all_forms_of_weights_count_for_a_function(pair):
-    """Log-weights of any float type; those of all tokens before those of children; a divergence gets to receipts."""
+    """Log-weights of any float type, of children or of all tokens; a divergence gets to receipts."""
     def ask(function):
         return eagle_fsd.generate(PROMPT, pair, tree=eagle_fsd.TreeConfig(12, 4, 3), max_new_tokens=20,
                                   acceptance=function)
@@ -326,6 +326,6 @@ def test_all_forms_of_weights_count_for_a_function(pair):
     exact = ask("exact").token_ids
     assert ask(lambda nodes: Weights()).token_ids == exact
     assert ask(lambda nodes: Weights(nodes.steps.double())).token_ids == exact
-    assert ask(lambda nodes: Weights(nodes.steps - 50, tokens=nodes.warped)).token_ids == exact
+    assert ask(lambda nodes: TokenWeights(nodes.warped)).token_ids == exact
     receipts = ask(lambda nodes: Weights(nodes.steps, divergence=nodes.divergence("js"))).receipts
     assert any(receipt.divergence is not None for receipt in receipts)

@@ -19,15 +19,15 @@ RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "fly": "Fly",
 }
 
-__all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "Weights", "make_rule"]
+__all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"]
 
 if TYPE_CHECKING:
-    from .nodes import Nodes, Weights
+    from .nodes import Nodes, TokenWeights, Weights
     from .registry import RULES, make_rule
     from .rule import FuzzyRule, GatingRule, Rule
 else:
     __getattr__, __dir__ = lazy_names(__name__, {
         **dict.fromkeys(("RULES", "make_rule"), "registry"),
         **dict.fromkeys(("FuzzyRule", "GatingRule", "Rule"), "rule"),
-        **dict.fromkeys(("Nodes", "Weights"), "nodes"),
+        **dict.fromkeys(("Nodes", "TokenWeights", "Weights"), "nodes"),
     })

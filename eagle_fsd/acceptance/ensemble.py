@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from ..drafting.coupling import NOISE_WEIGHT
-from .nodes import Nodes, Weights
+from .nodes import Nodes, TokenWeights, Weights
 from .rule import Rule
 
 
@@ -31,10 +31,10 @@ class Ensemble(Rule):
     def is_lossless(self, greedy: bool) -> bool:
         return self.threshold == 0
 
-    def weigh(self, nodes: Nodes) -> Weights:
+    def weigh(self, nodes: Nodes) -> Weights | TokenWeights:
         if nodes.warped_draft is None:
             return Weights()
         share = nodes.threshold.float()[:, None]
         mixed = nodes.warped.softmax(-1).lerp(nodes.warped_draft.softmax(-1), share).log_()  # w p + (1 - w) q
         predicted = (share > 0) & (nodes.warped_draft.amax(-1, keepdim=True) > -torch.inf)
-        return Weights(tokens=torch.where(predicted, mixed, nodes.warped))
+        return TokenWeights(torch.where(predicted, mixed, nodes.warped))

@@ -1,4 +1,4 @@
-"""The input of an acceptance rule, `Nodes`, and its result, `Weights`.
+"""The input of an acceptance rule, `Nodes`, and its result, `Weights` or `TokenWeights`.
 
 B rows of a batch, C columns of a draft tree (all of its nodes), K nodes expanded at a depth, V vocabulary, R tokens
 that the draft can name.
@@ -13,21 +13,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..drafting.largest import first_largest
 from .divergence import get_divergence, widen
 
 
 class Weights(NamedTuple):
-    """A rule's result at the rows' current nodes: log-weights, up to a constant per row.
+    """A rule's result at the rows' current nodes: log-weights of the children, up to a constant per row.
 
-    With `children` and `others`, the walk compares the children with one other token, the target's own. So no child's
-    logit may be reduced by more than the other tokens' are. `tokens` has no such limit.
+    The walk compares the children with one other token, the target's own. So no child's logit may be reduced by more
+    than the other tokens' are. `TokenWeights` has no such limit.
     """
 
-    children: Tensor | None = None  # [B, C] log-weight of each child; None, without `tokens`: the target's own choice
+    children: Tensor | None = None  # [B, C] log-weight of each child; None: the target's own choice
     others: Tensor | float = 0.0  # [B], at most 0, added to the warped logits of all other tokens
     stop: Tensor | None = None  # [B] bool: the token drawn here ends the cycle, even if it is a child
     divergence: Tensor | None = None  # [B], of rules that compare distributions; NaN where nothing was drafted
-    tokens: Tensor | None = None  # [B, V] log-weights of all tokens, instead of `children` and `others`
+
+    def draw(self, nodes: Nodes) -> Tensor:  # [B] long
+        """The token with the largest log-weight plus noise, the first if several are equal."""
+        exact, tokens, children = nodes.exact, nodes.tokens, nodes.children
+        if self.children is None:
+            return exact
+        steps = self.children.masked_fill(~children, -math.inf)
+        own = nodes.warped.gather(1, exact[:, None])[:, 0] + self.others  # of the best other token
+        if nodes.noise is not None:
+            steps = steps + nodes.noise.gather(1, tokens)
+            own = own + nodes.noise.gather(1, exact[:, None])[:, 0]
+        best = steps.amax(-1)
+        none = nodes.warped.shape[-1]
+        first = tokens.masked_fill(~children | (steps != best[:, None]), none).amin(-1)
+        return torch.where((best > own) | (best == own) & (first < exact), first, exact)
+
+
+class TokenWeights(NamedTuple):
+    """A rule's result at the rows' current nodes: log-weights of all tokens. See `Weights`."""
+
+    tokens: Tensor  # [B, V]
+    stop: Tensor | None = None
+    divergence: Tensor | None = None
+
+    def draw(self, nodes: Nodes) -> Tensor:  # [B] long
+        return first_largest(self.tokens if nodes.noise is None else self.tokens + nodes.noise)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ def make_rule(
 
     Args:
         rule: a name in `RULES`; a rule, whose options are replaced; or a function from the `Nodes` of one row to
-            `Weights` or to log-weights [V], which takes no options.
+            `Weights`, `TokenWeights` or log-weights [V], which takes no options.
         threshold: None: the rule's own, or the default 0.
         divergence: for rules that compare distributions; None: the rule's own, or the default.
         options: the rule's other fields, such as `head_guard` or `top`.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checks import check_interval
 from ..drafting.coupling import NOISE_WEIGHT
-from .nodes import Nodes, Weights
+from .nodes import Nodes, TokenWeights, Weights
 
 HEAD_GUARD = 0.7  # default of gating rules, which would else accept tokens of any probability (docs/fuzzy.md)
 
@@ -33,7 +33,7 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
     threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
-    window: ClassVar[int] = 0  # above 0: fuzzy tokens are tentative, see `walk.Permission`
+    window: ClassVar[int] = 0  # above 0: fuzzy tokens are tentative, see `walk.descend`
     mixes_draft: ClassVar[bool] = False  # whether it reads `Nodes.warped_draft`
 
     threshold: float = 0.0
@@ -46,7 +46,7 @@ class Rule(ABC):
         """Whether this threshold always draws the target's own token."""
 
     @abstractmethod
-    def weigh(self, nodes: Nodes) -> Weights:
+    def weigh(self, nodes: Nodes) -> Weights | TokenWeights:
         """Log-weights of the tokens after these nodes."""
 
 
@@ -116,7 +116,7 @@ def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> We
 
 @dataclass(frozen=True)
 class Custom(Rule):
-    """A user's function as a rule: from the `Nodes` of one row to `Weights`, or to log-weights [V] of all tokens.
+    """A user's function as a rule: from the `Nodes` of one row to `Weights`, `TokenWeights` or log-weights [V].
 
     It is called row by row. An error or a bad result ends that row's request only. It does not decide the first token
     of an answer, which the target draws after the prompt.
@@ -124,12 +124,12 @@ class Custom(Rule):
 
     name: ClassVar[str] = "custom"
 
-    function: Callable[[Nodes], Weights | Tensor] = field(kw_only=True)
+    function: Callable[[Nodes], Weights | TokenWeights | Tensor] = field(kw_only=True)
 
     def is_lossless(self, greedy: bool) -> bool:
         return False
 
-    def weigh(self, nodes: Nodes) -> Weights:
+    def weigh(self, nodes: Nodes) -> TokenWeights:
         weights, divergences = nodes.warped.clone(), torch.full_like(nodes.threshold, math.nan)
         stops = torch.zeros(len(weights), dtype=torch.bool, device=weights.device)
         for row in nodes.going.nonzero()[:, 0].tolist():
@@ -140,20 +140,18 @@ class Custom(Rule):
                         divergences[row] = divergence[0]
                 except Exception as error:
                     nodes.errors[row] = error
-        return Weights(stop=stops, divergence=divergences, tokens=weights)
+        return TokenWeights(weights, stops, divergences)
 
     def _call(self, nodes: Nodes) -> tuple[Tensor, bool, Tensor | None]:
         """Log-weights [V], whether the walk ends here, and the divergence [1] for receipts."""
         result, stop, divergence = self.function(nodes), False, None
-        if isinstance(result, Weights):
+        if isinstance(result, Weights | TokenWeights):
             stop = result.stop is not None and bool(result.stop)
             divergence = result.divergence
-            if result.tokens is not None:
-                result = result.tokens
-            else:
-                result = nodes.warped if result.children is None else _all_tokens(nodes, result)
+            result = result.tokens if isinstance(result, TokenWeights) else _all_tokens(nodes, result)
         if not isinstance(result, Tensor):
-            raise TypeError(f"a rule must return Weights or a tensor of log-weights [V], got {type(result).__name__}")
+            raise TypeError("a rule must return Weights, TokenWeights or a tensor of log-weights [V], got "
+                            f"{type(result).__name__}")
         result = result[0] if result.dim() == 2 and len(result) == 1 else result
         if result.shape != nodes.warped[0].shape:
             raise ValueError(f"a rule must return log-weights of shape {list(nodes.warped[0].shape)}, got "
@@ -166,6 +164,8 @@ class Custom(Rule):
 
 def _all_tokens(nodes: Nodes, weights: Weights) -> Tensor:
     """[1, V]: log-weights of all tokens, from one row's `children` and `others`."""
+    if weights.children is None:
+        return nodes.warped
     if not isinstance(weights.children, Tensor) or weights.children.shape != nodes.tokens.shape:
         got = list(weights.children.shape) if isinstance(weights.children, Tensor) else repr(weights.children)
         raise ValueError(f"Weights.children must be a tensor {list(nodes.tokens.shape)}, got {got}")

@@ -72,66 +72,16 @@ class Within(NamedTuple):
         return self._replace(inside_marks=(self.inside_marks | (token == self.opening)) & (token != self.closing))
 
 
-class Permission:
-    """Permits or rejects the tokens that the rule draws in one walk; rejected ones are replaced by the target's own.
+class Budget(NamedTuple):
+    """What fuzzy tokens may still cost. Once one costs more, it and all later ones are rejected."""
 
-    Once a fuzzy token costs more than the rest of the budget, it and all later fuzzy tokens are rejected. If the rule
-    has a window (`Rule.window`), a fuzzy token is tentative: it is accepted if the target's next `window` own tokens
-    were drafted. Until then every token is the target's own. A path that ends earlier is cut back to the tentative
-    step, where the target's own token is emitted. So budget and marks count only emitted tokens.
+    left: Tensor | None  # [B] float64, regret in nats; None: no row has a budget
+    closed: Tensor  # [B] bool, whether one was rejected
 
-    Args:
-        threshold: [B] float64.
-        left: [B] float64, the rest of each row's budget: the regret, in nats, that fuzzy tokens may still cost.
-            None: no row has a budget.
-        within: None: the rules decide everywhere.
-        fuzzy: [B] bool, rows for which the rule decides; the others are exact. None: all.
-    """
-
-    def __init__(
-        self, threshold: Tensor, left: Tensor | None = None, within: Within | None = None, fuzzy: Tensor | None = None
-    ) -> None:
-        self.threshold, self.left, self.within, self.fuzzy = threshold, left, within, fuzzy
-        self.closed = torch.zeros_like(threshold, dtype=torch.bool)  # [B], see `Step.closed`
-        self.decided = ~self.closed  # [B] bool, whether the rule decided the last token
-        self.step = 0
-        self.tentative = self.until = torch.zeros_like(threshold, dtype=torch.long)  # [B], steps; see `cut`
-
-    def settle(
-        self,
-        token: Tensor,  # [B] long, drawn by the rule
-        exact: Tensor,  # [B] long, the target's own
-        raw: Tensor,  # [B, V]
-        going: Tensor,  # [B] bool
-        window: int,
-    ) -> Tensor:  # [B] long
-        """The tokens to emit."""
-        if self.left is None and self.within is None and self.fuzzy is None and not window:
-            return token
-        decided = ~self.closed & (self.step >= self.until)
-        if self.fuzzy is not None:
-            decided = decided & self.fuzzy
-        if self.within is not None:
-            decided = decided & self.within.inside_marks
-        token = torch.where(decided, token, exact)
-        if self.left is not None:
-            regret = (raw.amax(-1) - raw.gather(1, token[:, None])[:, 0]).double()
-            costly = (token != exact) & (regret > self.left)
-            self.closed, decided = self.closed | costly, decided & ~costly
-            token = torch.where(costly, exact, token)
-            self.left = self.left - torch.where(token != exact, regret, 0.0)
-        if self.within is not None:
-            self.within = self.within.after(token)
-        if window:
-            fuzzy = going & (token != exact)
-            self.tentative = torch.where(fuzzy, self.step, self.tentative)
-            self.until = torch.where(fuzzy, self.step + window + 1, self.until)
-        self.step, self.decided = self.step + 1, decided
-        return token
-
-    def cut(self, lengths: Tensor) -> Tensor:
-        """[B] long: the tentative step of paths of these lengths [B] whose window is incomplete; else the length."""
-        return torch.where(lengths > self.until, lengths, self.tentative)
+    def after(self, fuzzy: Tensor, regret: Tensor) -> Budget:
+        """Pay the regret [B] of tokens that are `fuzzy` [B] unless they are rejected."""
+        closed = self.closed | fuzzy & (regret > self.left)
+        return Budget(self.left - torch.where(fuzzy & ~closed, regret, 0.0), closed)
 
 
 class Level(NamedTuple):
@@ -146,16 +96,19 @@ class Level(NamedTuple):
     going: Tensor  # bool, rows that reached this depth
 
 
-def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -> list[list[Step]]:
+def walk(
+    rule: Rule, verified: Verified, threshold: Tensor, left: Tensor | None = None, within: Within | None = None,
+    top: int = 0,
+) -> list[list[Step]]:
     """The steps of each row; the last one emits a token that is no child, or ends the cycle. Waits for the device once.
 
     Args:
-        top: number of the target's best tokens to report at each step.
+        threshold, left, within: see `descend`. top: number of the target's best tokens to report at each step.
     """
-    walked = descend(rule, verified, permission, verified.tree.max_depth + 1, early=verified.raw.is_cpu)
-    lengths = walked.going.sum(1)
-    cut = permission.cut(lengths)
-    for row in [row for row in verified.errors if cut[row] < lengths[row]]:
+    levels = verified.tree.max_depth + 1
+    walked = descend(rule, verified, threshold, left, within, levels, early=verified.raw.is_cpu)
+    cut = cut_of(walked, rule.window)
+    for row in [row for row in verified.errors if cut[row] < walked.going[row].sum()]:
         del verified.errors[row]  # at a node after a tentative token: its text is not emitted
     integers, numbers, logprobs = emitted(walked, cut, verified.raw)
     # The only wait: two small copies, of integers and flags, and of numbers.
@@ -164,25 +117,38 @@ def walk(rule: Rule, verified: Verified, permission: Permission, top: int = 0) -
 
 
 def descend(
-    rule: Rule, verified: Verified, permission: Permission, levels: int, *, early: bool = False
+    rule: Rule, verified: Verified, threshold: Tensor, left: Tensor | None, within: Within | None, levels: int, *,
+    early: bool = False,
 ) -> Level:  # [B, P]
-    """The walk at this many depths. Does not wait for the device, unless it may end `early`, with the last row."""
+    """The walk at this many depths. Does not wait for the device, unless it may end `early`, with the last row.
+
+    Where the rule does not decide, the target's own token is emitted. If the rule has a window (`Rule.window`), a fuzzy
+    token is tentative: it is accepted if the target's next `window` own tokens were drafted, and until then the rule
+    does not decide. A path that ends earlier is cut back to the tentative step (`cut_of`), where the target's own token
+    is emitted. So budget and marks count only emitted tokens.
+
+    Args:
+        threshold: [B] float64.
+        left: of `Budget`.
+        within: None: the rule decides everywhere.
+    """
     tree, lossless = verified.tree, rule.is_lossless(verified.greedy)
     rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     parents = tree.parents.masked_fill(tree.depths == 0, -1)  # the root is not its own child
     node, going = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
-    unknown = torch.full_like(permission.threshold, math.nan)
+    unknown, everywhere = torch.full_like(threshold, math.nan), going
+    budget = Budget(left, ~everywhere)
     path, walked = [tree.tokens[:, 0]], []
     for depth in range(levels):
         raw, children = verified.raw[rows, node], parents == node[:, None]
         warped, noise = verified.warp(raw, node, path, going), verified.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        token, weights, drawable = exact, Weights(), warped
+        token, decided, weights, drawable = exact, everywhere, Weights(), warped
         if not lossless:
             level_logits = verified.draft_logits[depth] if depth < len(verified.draft_logits) else None
             nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, level_logits,
-                          tree.draft_rows[rows, node], verified.draft_tokens, permission.threshold, permission.left,
-                          going, verified.errors)
+                          tree.draft_rows[rows, node], verified.draft_tokens, threshold, budget.left, going,
+                          verified.errors)
             if rule.mixes_draft and level_logits is not None:
                 predicted = going & (nodes.draft_row >= 0)
                 known = torch.where(predicted[:, None], nodes.draft_of_all, raw)  # processors need a token to draw
@@ -190,16 +156,25 @@ def descend(
                 nodes = replace(nodes, warped_draft=known)
                 drawable = warped.maximum(nodes.warped_draft)
             weights = rule.weigh(nodes)
-            token = permission.settle(draw(nodes, weights), exact, raw, going, rule.window)
+            drawn = weights.draw(nodes)
+            for tentative in walked[max(0, depth - rule.window) :]:
+                decided = decided & (tentative.token == tentative.exact)
+            if within is not None:
+                decided = decided & within.inside_marks
+            if budget.left is not None:
+                regret = (raw.amax(-1) - raw.gather(1, drawn[:, None])[:, 0]).double()
+                budget = budget.after(decided & (drawn != exact), regret)
+                decided = decided & ~budget.closed
+            token = torch.where(decided, drawn, exact)
+            if within is not None:
+                within = within.after(token)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
-        if permission.fuzzy is not None:
-            divergence = torch.where(permission.fuzzy, divergence, math.nan)
         logits = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
-        walked.append(Level(node, token, exact, logits, divergence, permission.closed, going))
+        walked.append(Level(node, token, exact, logits, divergence, budget.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)
         if weights.stop is not None:
-            going = going & ~(weights.stop & permission.decided)
+            going = going & ~(weights.stop & decided)
         if verified.errors:
             going[list(verified.errors)] = False
         if early and not going.any():
@@ -210,9 +185,18 @@ def descend(
     return Level(*(None if column[0] is None else torch.stack(column, 1) for column in columns))
 
 
+def cut_of(walked: Level, window: int) -> Tensor:  # [B] long
+    """The tentative step of paths whose window is incomplete, see `descend`; else the length of the path."""
+    lengths, place = walked.going.sum(1), torch.arange(walked.going.shape[1], device=walked.going.device)
+    if not window:
+        return lengths
+    last = torch.where(walked.going & (walked.token != walked.exact), place, -1 - window).amax(1)  # fuzzy step
+    return torch.where(lengths > last + window + 1, lengths, last)
+
+
 def emitted(
     walked: Level,  # [B, P]
-    cut: Tensor,  # [B] long, see `Permission.cut`
+    cut: Tensor,  # [B] long, see `cut_of`
     logits: Tensor,  # [B, N, V]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The numbers of `Step`: node, token, is_exact, closed and whether the path has this step, [B, P, 5] long;
@@ -241,21 +225,3 @@ def steps_of(
          for at, (node, token, is_exact, closed, reached) in enumerate(steps) if reached]
         for row, steps in enumerate(integers)
     ]
-
-
-def draw(nodes: Nodes, weights: Weights) -> Tensor:  # [B] long
-    """The token with the largest log-weight plus noise, the first if several are equal."""
-    if weights.tokens is not None:
-        return first_largest(weights.tokens if nodes.noise is None else weights.tokens + nodes.noise)
-    exact = nodes.exact
-    if weights.children is None:
-        return exact
-    steps = weights.children.masked_fill(~nodes.children, -math.inf)
-    own = nodes.warped.gather(1, exact[:, None])[:, 0] + weights.others  # of the best other token
-    if nodes.noise is not None:
-        steps = steps + nodes.noise.gather(1, nodes.tokens)
-        own = own + nodes.noise.gather(1, exact[:, None])[:, 0]
-    best = steps.amax(-1)
-    none = nodes.warped.shape[-1]
-    first = nodes.tokens.masked_fill(~nodes.children | (steps != best[:, None]), none).amin(-1)
-    return torch.where((best > own) | (best == own) & (first < exact), first, exact)

@@ -9,17 +9,16 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from ..decoding.decoder import Decoder
-from ..decoding.forwards import Forwards, shared_prefix
+from ..decoding.forwards import Forwards
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
@@ -28,6 +27,7 @@ from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.tree import ORIGINS
 from ..pair import EagleModel
+from .prefixes import Prefixes
 from .remembered import Remembered
 from .tickets import Ticket
 
@@ -344,59 +344,6 @@ class Rows:
         """Free the caches after the last cycle: decoder and rows are a reference cycle, which would stay for long."""
         self.prefixes.kept.clear()
         self.decoder = self.prefilling = None
-
-
-# Caches of recent requests, for prompts with the same beginning ---------------------------------------------------
-
-
-@dataclass(eq=False)
-class Kept:
-    """A copy of a row: its cached text, the features that the draft has not processed, and its caches."""
-
-    tokens: list[int]
-    features: Tensor | None
-    forwards: Forwards
-
-
-class Prefixes:
-    """Copies of the rows that ended last.
-
-    Args:
-        most: maximum number of rows. positions: maximum number of positions of all together.
-    """
-
-    def __init__(self, most: int, positions: int) -> None:
-        self.most, self.positions = most, positions
-        self.kept: list[Kept] = []  # the latest last
-
-    def add(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no room."""
-        text = request.tokens[: forwards.lengths[number]]
-        if not self.most or not text or len(text) > self.positions:
-            return
-        self.kept = [each for each in self.kept if shared_prefix(each.tokens, text) < len(each.tokens)]
-        while self.kept and (len(self.kept) >= self.most
-                             or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
-            del self.kept[0]
-        features = None if request.features is None else request.features.clone()  # see `captured.cycle.Walked`
-        self.kept.append(Kept(text, features, forwards.row(number)))
-
-    def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Iterable[Request]) -> None:
-        """Copy the longest cached prefix of a new request's prompt into its caches.
-
-        Args:
-            forwards: of the new request. rows: of the running requests, `others`.
-        """
-        cached = [(rows, number, other) for number, other in enumerate(others)]
-        cached += [(each.forwards, 0, each) for each in self.kept]
-        shared = [forwards.shared(number, other, request)[0] for forwards, number, other in cached]
-        if not any(shared):
-            return
-        best = cached[shared.index(max(shared))]
-        forwards.begin_with(request, *best)
-        if isinstance(best[2], Kept):  # move it to the end, as recently used
-            self.kept.remove(best[2])
-            self.kept.append(best[2])
 
 
 # Memory -----------------------------------------------------------------------------------------------------------

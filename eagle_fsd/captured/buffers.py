@@ -58,7 +58,7 @@ class Buffers:
         dtype = target.dtype
         # [R, T, F]; None: no drafter reads features.
         self.fed_features = self._new(dtype)(self.most, target.feature_size) if self.reads_features else None
-        # Each row's request, see `Coupling` and `Permission`.
+        # Each row's request, see `Coupling` and `descend`.
         numbers = self._new(torch.float64)
         self.seeds, self.opening, self.closing = integers(), integers(), integers()
         self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()

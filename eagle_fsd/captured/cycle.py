@@ -54,7 +54,6 @@ class Walked(NamedTuple):
 
     steps: list[Step]
     origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
-    features: Tensor | None  # [A + 1, F] of the path, valid until the next captured cycle; None: no drafter reads them
     levels: int  # drafted
 
 
@@ -165,8 +164,7 @@ class CapturedCycles:
                                       home.storages)
             home.owner = weakref.ref(forwards)
             storages_of(forwards)  # takes the spare ones
-            for cache in forwards.caches:
-                cache.rows = slice(0, rows)
+            forwards.keep_rows(range(rows))
             return forwards
 
     def _forwards(self, capacities: Sequence[int], batch: int, spares: Sequence[Tensor | None]) -> Forwards:
@@ -248,9 +246,8 @@ class CapturedCycles:
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
-        if walk.mixed:
-            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
         if walk.marked:
+            buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
         download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
         buffers.fed, buffers.ahead = steps, None
@@ -335,13 +332,9 @@ class CapturedCycles:
         if fed is None:
             return False
         if buffers.reads_features:
-            features = [request.features for request in requests]
-            if any(each is None or len(each) != len(tokens) for each, tokens in zip(features, unread, strict=True)):
-                return False
-            features = [each.clone() for each in features]  # possibly views of these buffers
             buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, and no mask would hide it
-            for row, each in enumerate(features):
-                buffers.fed_features[row, : len(each)].copy_(each)
+            for row, tokens in enumerate(unread):
+                buffers.fed_features[row, : len(tokens)].copy_(forwards.features(row))
         most = buffers.fed_tokens.shape[1]
         buffers.upload(buffers.draft_lengths, read)
         buffers.upload(buffers.counts, list(map(len, unread)))
@@ -374,10 +367,11 @@ class CapturedCycles:
         drafted = [length + buffers.lead for length in lengths] if read else []
         if forwards.draft_cache is not None:
             forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, drafted, strict=True)])
+        if buffers.reads_features:  # the next cycle overwrites those in the buffer
+            features = buffers.fed_features[:, : max(map(len, walks))].clone()
+            forwards.unread_features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
         buffers.known = ends, drafted
-        return [Walked(steps, origins[row], buffers.fed_features[row, : len(steps)] if buffers.reads_features else None,
-                       buffers.config.depth if read else 0)
-                for row, steps in enumerate(walks)]
+        return [Walked(*each, buffers.config.depth if read else 0) for each in zip(walks, origins, strict=True)]
 
 
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
@@ -401,8 +395,8 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return None
     key = tuple((type(each), *vars(each).items()) for each in first.processors)
     fuzzy = [each for each in params if rule != EXACT]
-    walk = WalkSettings(rule, first.greedy, key, len(own) > 1, any(each.budget is not None for each in fuzzy),
-                        any(each.within is not None for each in fuzzy), joined=False)
+    walk = WalkSettings(rule, first.greedy, key, any(each.budget is not None for each in fuzzy),
+                        len(own) > 1 or any(each.within is not None for each in fuzzy), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)

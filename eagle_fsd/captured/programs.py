@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
-from ..acceptance.walk import Permission, Within, descend, emitted
+from ..acceptance.walk import Within, cut_of, descend, emitted
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import grow, rerank
@@ -59,15 +59,14 @@ class WalkSettings:
 
     Args:
         rule: its threshold is ignored, unless it is lossless. processors: kinds and numbers of the warpers.
-        mixed: whether some rows are exact, though the rule is not.
-        budgeted, marked: whether a row has a budget, or marks between which the rule applies.
+        budgeted: whether a row has a budget. marked: whether the rule does not decide everywhere, as a row has marks
+            between which it applies, or is exact.
         joined: whether copies may be in the trees.
     """
 
     rule: Rule
     greedy: bool
     processors: tuple
-    mixed: bool
     budgeted: bool
     marked: bool
     joined: bool
@@ -209,12 +208,13 @@ def walk_and_keep(
     lossless = settings.rule.is_lossless(settings.greedy)
     verified = Verified(tree, () if lossless else buffers.draft_logits(), buffers.draft_tokens,
                         target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
-    permission = Permission(
-        buffers.threshold, buffers.left if settings.budgeted else None,
-        Within(buffers.inside_marks, buffers.opening, buffers.closing) if settings.marked else None,
-        buffers.fuzzy if settings.mixed else None)
-    walked = descend(settings.rule, verified, permission, steps)
-    integers, numbers, _ = emitted(walked, permission.cut(walked.going.sum(1)), verified.raw)
+    left, within, fuzzy = buffers.left if settings.budgeted else None, None, buffers.fuzzy
+    if settings.marked:
+        within = Within(buffers.inside_marks & fuzzy, buffers.opening.masked_fill(~fuzzy, -1), buffers.closing)
+    walked = descend(settings.rule, verified, buffers.threshold, left, within, steps)
+    if settings.marked:
+        walked = walked._replace(divergence=walked.divergence.masked_fill(~fuzzy[:, None], math.nan))
+    integers, numbers, _ = emitted(walked, cut_of(walked, settings.rule.window), verified.raw)
     node, token, count = integers[..., 0], integers[..., 1], integers[..., 4].sum(1)
 
     # The first `count` slots of the path are kept; what is written after them is stale.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule
-from ..acceptance.walk import Permission, Step, Within, walk
+from ..acceptance.walk import Step, Within, walk
 from ..captured.cycle import CapturedCycles, Walked
 from ..drafting.copies import MOST_NODES
 from ..drafting.drafter import Drafter
@@ -54,7 +54,6 @@ class Decoder:
         self.drafting = drafting
         drafting.begin(len(self.requests), has_drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
-        self.reads_features = drafter is not None and drafter.reads_features
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
 
@@ -70,7 +69,7 @@ class Decoder:
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
-            earlier.forwards.take_over(self.requests[0], earlier.requests[0], room, room + tree_positions)
+            earlier.forwards.take_over(self.requests[0], earlier.requests[0].tokens, room, room + tree_positions)
             return earlier.forwards
         if self.captured is not None and count:
             return self.captured.forwards(room, 0 if self.drafter is None else room + tree_positions, count)
@@ -93,8 +92,6 @@ class Decoder:
         request.stats.prefill_tokens += len(features)
         complete = self.forwards.lengths[number] == len(request.prompt)
         emission = self._first(request, features[-1]) if complete else None
-        if self.reads_features:
-            request.add_features(features)
         if self.drafting.uses_drafter:
             self.forwards.prefill_draft(number, request)
         return [] if emission is None else request.append(emission)
@@ -131,25 +128,19 @@ class Decoder:
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
             rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
-        self.forwards.commit(lengths, paths)
+        self.forwards.commit(lengths, paths, features)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         for request in self.requests:
             request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
-        return [request.append(emissions[number], features[number, paths[number]] if self.reads_features else None)
-                for number, request in enumerate(self.requests)]
+        return [request.append(emission) for request, emission in zip(self.requests, emissions, strict=True)]
 
     def _accept_walked(self, request: Request, walked: Walked) -> list[Receipt]:
-        """Accept the path of a captured cycle, whose draft has consumed the earlier features."""
-        request.features = None
+        """Accept the path of a captured cycle."""
         request.stats.draft_forwards += walked.levels
-        emission = _emission(walked.steps, walked.origins, request)
-        receipts = request.append(emission, walked.features)
-        if request.reason is not None and request.features is not None:  # it leaves, and later cycles overwrite them
-            request.features = request.features.clone()
-        return receipts
+        return request.append(_emission(walked.steps, walked.origins, request))
 
     def drop_finished(self) -> None:
         """Remove the requests that have ended."""
@@ -189,7 +180,7 @@ class Decoder:
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         try:
-            walks = walk(rule, verified, self._permission(requests), top)
+            walks = walk(rule, verified, *self._limits(requests), top)
         except Exception as error:
             if len(requests) == 1:
                 return [([0], Emission([], [], error))]
@@ -205,8 +196,8 @@ class Decoder:
             results.append((path, emission))
         return results
 
-    def _permission(self, requests: Sequence[Request]) -> Permission:
-        """The thresholds, budgets and marks of the requests, as the walk applies them."""
+    def _limits(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor | None, Within | None]:
+        """The thresholds, budgets and marks of the requests, see `descend`."""
         left = within = None
         # Not of the current rule: that is either this one or `exact`, which reads no threshold.
         threshold = self._per_row([request.params.rule.threshold for request in requests])
@@ -216,7 +207,7 @@ class Decoder:
             marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
             inside_marks, opening, closing = torch.tensor(marks, device=self.device).unbind(1)
             within = Within(inside_marks.bool(), opening, closing)
-        return Permission(threshold, left, within)
+        return threshold, left, within
 
     def _per_row(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self.device)

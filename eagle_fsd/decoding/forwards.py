@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,21 +28,18 @@ from .request import Request
 log = logging.getLogger(__name__)
 
 
-class CachedText(Protocol):
-    """The text of a cache row: a `Request`, or a saved part of one."""
-
-    tokens: Sequence[int]
-    features: Tensor | None  # [T, F] of the last T cached positions; None: the drafter reads no features
-
-
 class Forwards:
-    """Forwards of both models for requests that are decoded together, and the caches of these requests."""
+    """Forwards of both models for requests that are decoded together, the caches of these requests, and the features
+    that the drafter has not processed."""
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, cache: TreeCache, draft_cache: TreeCache | None
     ) -> None:
         self.target, self.drafter, self.cache, self.draft_cache = target, drafter, cache, draft_cache
         self.device = target.output_device  # of trees, logits and features
+        self.reads_features = drafter is not None and drafter.reads_features
+        # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
+        self.unread_features: list[list[Tensor]] = [[] for _ in cache.lengths]
         self.root_slot = 0  # slot of the root's keys in the last verify
 
     @property
@@ -55,12 +51,21 @@ class Forwards:
         """Process the prompt tokens that are not cached, at most this many, and return their features [tokens, F]."""
         with self.cache.one_row(number):
             prompt = torch.tensor([request.tokens[self.cache.length :][:most]], device=self.device)
-            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)
-        return features[0]
+            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)[0]
+        if self.reads_features:
+            self.unread_features[number].append(features)
+        return features
+
+    def features(self, number: int) -> Tensor:
+        """The features [T, F] that the drafter, which reads features, has not processed."""
+        parts = self.unread_features[number]
+        if len(parts) > 1:
+            parts[:] = [torch.cat(parts)]
+        return parts[0]
 
     def unread(self, number: int, request: Request, end: int | None = None) -> Sequence[int]:
         """The T tokens that the drafter has not processed; if it reads features, the tokens that follow these."""
-        return request.tokens[self.draft_cache.lengths[number] + self.drafter.reads_features : end]
+        return request.tokens[self.draft_cache.lengths[number] + self.reads_features : end]
 
     def prefill_draft(self, number: int, request: Request) -> None:
         """The drafter processes the part of a prompt that the target has processed, except the last feature: the token
@@ -68,11 +73,11 @@ class Forwards:
         reads = self.drafter is not None and self.has_positions(request)
         tokens = self.unread(number, request, self.lengths[number]) if reads else []
         if tokens:
-            features = [request.features[:-1]] if self.drafter.reads_features else None
+            features = [self.features(number)[:-1]] if self.reads_features else None
             with self.draft_cache.one_row(number):
                 extend_draft(self.drafter, features, [torch.tensor(tokens, device=self.device)], self.draft_cache)
-            if self.drafter.reads_features:
-                request.features = request.features[-1:].clone()
+            if self.reads_features:
+                self.unread_features[number] = [self.features(number)[-1:].clone()]
 
     def draft(
         self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = (),
@@ -81,7 +86,7 @@ class Forwards:
         """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `draft_tree`. Without
         both, each tree is only a root.
 
-        Drafting consumes the features of the requests.
+        Afterwards the drafter has processed all features.
         """
         tree, logits = self._drafted(requests, plan, MOST_NODES if any(copies) else 0, coupling)
         return (join_drafts(tree, copies, plan) if any(copies) else tree), logits
@@ -94,14 +99,13 @@ class Forwards:
         if not depth or len(ended) == len(requests):
             return root_only(torch.tensor([request.tokens[-1] for request in requests], device=self.device)), []
         self._catch_up(requests, plan.tree)
-        features = [request.features for request in requests] if self.drafter.reads_features else None
+        features = [self.features(number) for number in range(len(requests))] if self.reads_features else None
         read = self.draft_cache.lengths
         tokens = [torch.tensor(request.tokens[-1:] if number in ended else self.unread(number, request),
                                device=self.device) for number, request in enumerate(requests)]
         tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
-        for request in requests:
-            request.features = None
+        self.unread_features = [[] for _ in requests]
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             lengths = [(read if number in ended else self.draft_cache.lengths)[number] for number in range(len(read))]
             self.draft_cache.commit(lengths, [()] * len(lengths))
@@ -140,9 +144,13 @@ class Forwards:
         self,
         lengths: Sequence[int],  # L of each request, before the last verify
         paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
+        features: Tensor,  # [B, N, F] of the last verify
     ) -> None:
-        """Keep the keys and values of the accepted nodes."""
+        """Keep the keys, values and features of the accepted nodes."""
         self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
+        if self.reads_features:
+            for number, path in enumerate(paths):
+                self.unread_features[number].append(features[number, path])
 
     @property
     def caches(self) -> list[TreeCache]:
@@ -152,6 +160,7 @@ class Forwards:
         """Keep only these rows (ascending)."""
         for cache in self.caches:
             cache.keep_rows(numbers)
+        self.unread_features = [self.unread_features[number] for number in numbers]
 
     def allocate_like(self, other: Forwards) -> None:
         """Allocate the caches for rows of other forwards, so that `join` cannot run out of memory."""
@@ -163,6 +172,7 @@ class Forwards:
         for cache, joining in zip(self.caches, other.caches, strict=True):
             for row in range(len(joining.lengths)):
                 cache.add_row(joining, row)
+        self.unread_features += other.unread_features
 
     def resize(self, requests: int, room: int, draft_room: int) -> None:
         """Change the number of rows, and the positions of each row in the target's and in the draft's cache."""
@@ -178,44 +188,45 @@ class Forwards:
 
     def row(self, number: int) -> Forwards:
         """A copy of one row, without spare capacity."""
-        alone = [cache.copy_of_row(number) for cache in self.caches]
-        return Forwards(self.target, self.drafter, alone[0], alone[1] if len(alone) > 1 else None)
+        caches = [cache.copy_of_row(number) for cache in self.caches]
+        alone = Forwards(self.target, self.drafter, caches[0], caches[1] if len(caches) > 1 else None)
+        alone.unread_features = [list(self.unread_features[number])]
+        return alone
 
-    def take_over(self, request: Request, cached: CachedText, room: int, draft_room: int) -> None:
-        """Reuse the caches of an earlier request up to the first token that differs from this request's prompt."""
-        kept, request.features = self.shared(0, cached, request)
+    def take_over(self, request: Request, tokens: Sequence[int], room: int, draft_room: int) -> None:
+        """Reuse the caches of an earlier text up to its first token that differs from this request's prompt."""
+        kept, self.unread_features[0] = self.shared(0, tokens, request)
         if self.draft_cache is not None:
             self.draft_cache.truncate(kept)
             self.draft_cache = self.draft_cache.with_room(draft_room)
         self.cache.truncate(kept)
         self.cache = self.cache.with_room(room)
 
-    def begin_with(self, request: Request, other: Forwards, number: int, cached: CachedText) -> None:
+    def begin_with(self, request: Request, other: Forwards, number: int, tokens: Sequence[int]) -> None:
         """`take_over` from a copy, for a single request: row `number` of the other forwards stays as it is."""
-        kept, features = other.shared(number, cached, request)
-        request.features = None if features is None else features.clone()
+        kept, self.unread_features[0] = other.shared(number, tokens, request)
         self.cache.copy_row(0, other.cache, number, kept)
         if self.draft_cache is not None:
             read = min(kept, other.draft_cache.lengths[number])
             self.draft_cache.copy_row(0, other.draft_cache, number, read)
 
-    def shared(self, number: int, cached: CachedText, request: Request) -> tuple[int, Tensor | None]:
-        """The number of positions that a row shares with another request's prompt, and the features of those positions
-        that the drafter has not processed.
+    def shared(self, number: int, tokens: Sequence[int], request: Request) -> tuple[int, list[Tensor]]:
+        """The number of positions that a row, of a text with these tokens, shares with another request's prompt, and
+        the features of those positions that the drafter has not processed.
 
         The drafter needs the feature of the last shared position again, because it reads each feature with the token
         after it, and that token is new. If the drafter has processed this feature already (the prompts differ before
         the last cycle of the earlier request), the target processes the position once more.
         """
-        kept = shared_prefix(cached.tokens[: self.lengths[number]], request.tokens[:-1])  # the last token needs logits
-        if self.target.position_limit(len(request.tokens)) != self.target.position_limit(len(cached.tokens)):
+        kept = shared_prefix(tokens[: self.lengths[number]], request.tokens[:-1])  # the last token needs logits
+        if self.target.position_limit(len(request.tokens)) != self.target.position_limit(len(tokens)):
             kept = 0  # keys depend on whether the text is short or long
-        if self.drafter is None or not self.drafter.reads_features:
-            return kept, None
+        if not self.reads_features:
+            return kept, []
         read = self.draft_cache.lengths[number]
         if read < kept:
-            return kept, cached.features[: kept - read]
-        return max(0, kept - 1), None
+            return kept, [self.features(number)[: kept - read]]
+        return max(0, kept - 1), []
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""One request: its parameters, the text so far, and the answer in it.
-
-Shapes: T positions that the draft has not processed, F width of the target's features.
-"""
+"""One request: its parameters, the text so far, and the answer in it."""
 
 from __future__ import annotations
 
@@ -106,7 +103,6 @@ class Request:
         self.stop_strings, self.text_source, self.grammar = stop_strings, text_source, grammar
         # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
         self.tokens = list(prompt)  # while decoding, the last one is the root
-        self._features: list[Tensor] = []  # parts of `features`
         # The answer.
         self.receipts: list[Receipt] = []
         self.reason: str | None = None  # why it ended, possibly "error" or "cancelled"; None: it has not
@@ -132,21 +128,6 @@ class Request:
             self._text = torch.tensor([[*self.params.padding, *self.prompt, *room]], device=target.device)
 
     # For a cycle ------------------------------------------------------------------------------------------------
-
-    @property
-    def features(self) -> Tensor | None:
-        """Features [T, F] of the positions before the last T tokens: the draft's next input."""
-        if len(self._features) > 1:
-            self._features = [torch.cat(self._features)]
-        return self._features[0] if self._features else None
-
-    @features.setter
-    def features(self, features: Tensor | None) -> None:
-        self._features = [] if features is None else [features]
-
-    def add_features(self, features: Tensor) -> None:
-        """Append the features [A + 1, F] of the next positions."""
-        self._features.append(features)
 
     @property
     def context(self) -> list[int]:
@@ -194,13 +175,10 @@ class Request:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
 
-    def append(self, emission: Emission, features: Tensor | None = None) -> list[Receipt]:
+    def append(self, emission: Emission) -> list[Receipt]:
         """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
 
         An error of a processor, a user's rule or a criterion ends this request only.
-
-        Args:
-            features: [A + 1, F] of the accepted nodes; None: the drafter reads no features.
 
         Returns:
             Receipts of the new tokens of the answer.
@@ -212,8 +190,6 @@ class Request:
             self._count(emission)
             self.tokens += emission.tokens
             self._pass_marks(emission.tokens)
-            if features is not None:
-                self.add_features(features)
             if self.text_source is not None:
                 self.text_source.extend(emission.tokens)
             self._extend_answer(emission)

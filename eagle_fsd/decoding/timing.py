@@ -56,14 +56,16 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
     """A function that runs one cycle, always from the same state: the draft has three tokens to process."""
     decoder.prefill()
     forwards, length = decoder.forwards, decoder.forwards.cache.length
-    before = [(request, list(request.tokens), request.features[-1:].expand(3, -1) if decoder.reads_features else None)
-              for request in decoder.requests]  # the values of the features do not affect the time
+    texts = [list(request.tokens) for request in decoder.requests]
+    # The values of the features do not affect the time.
+    features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in forwards.unread_features]
 
     def once() -> None:
         if decoder.drafter is not None:
-            forwards.draft_cache.truncate(length - 2 - decoder.reads_features)
-        for request, tokens, features in before:
-            request.features, request.tokens = features, list(tokens)
+            forwards.draft_cache.truncate(length - 2 - forwards.reads_features)
+        forwards.unread_features = [list(parts) for parts in features]
+        for request, tokens in zip(decoder.requests, texts, strict=True):
+            request.tokens = list(tokens)
         decoder.step()
         forwards.cache.truncate(length)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import Rule, make_rule
-from ..acceptance.walk import Permission, Step, walk
+from ..acceptance.walk import Step, walk
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
 
@@ -124,7 +124,7 @@ def walk_chains(
 
     levels = () if draft is None else draft.split(1, dim=1)
     threshold = torch.full((rows,), rule.threshold, dtype=torch.float64, device=device)
-    return walk(rule, Chains(tree, levels, raw, warped, seeds), Permission(threshold))
+    return walk(rule, Chains(tree, levels, raw, warped, seeds), threshold)
 
 
 class FuzzyRows:

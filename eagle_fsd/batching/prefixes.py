@@ -1,0 +1,55 @@
+"""Caches of recent requests, for prompts with the same beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..decoding.forwards import Forwards, shared_prefix
+from ..decoding.request import Request
+
+
+class Kept(NamedTuple):
+    """A copy of a row: its cached text and its caches."""
+
+    tokens: list[int]
+    forwards: Forwards
+
+
+class Prefixes:
+    """Copies of the rows that ended last.
+
+    Args:
+        most: maximum number of rows. positions: maximum number of positions of all together.
+    """
+
+    def __init__(self, most: int, positions: int) -> None:
+        self.most, self.positions = most, positions
+        self.kept: list[Kept] = []  # the latest last
+
+    def add(self, forwards: Forwards, number: int, request: Request) -> None:
+        """Keep a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no room."""
+        text = request.tokens[: forwards.lengths[number]]
+        if not self.most or not text or len(text) > self.positions:
+            return
+        self.kept = [each for each in self.kept if shared_prefix(each.tokens, text) < len(each.tokens)]
+        while self.kept and (len(self.kept) >= self.most
+                             or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
+            del self.kept[0]
+        self.kept.append(Kept(text, forwards.row(number)))
+
+    def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Sequence[Request]) -> None:
+        """Copy the longest cached prefix of a new request's prompt into its caches.
+
+        Args:
+            forwards: of the new request. rows: of the running requests, `others`.
+        """
+        cached = [(rows, number, other.tokens) for number, other in enumerate(others)]
+        cached += [(each.forwards, 0, each.tokens) for each in self.kept]
+        shared = [row.shared(number, tokens, request)[0] for row, number, tokens in cached]
+        if not any(shared):
+            return
+        best = shared.index(max(shared))
+        forwards.begin_with(request, *cached[best])
+        if best >= len(others):  # move it to the end, as recently used
+            self.kept.append(self.kept.pop(best - len(others)))
