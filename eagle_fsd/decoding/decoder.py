@@ -133,7 +133,7 @@ class Decoder:
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
             rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
-        self.forwards.commit(lengths, paths)
+        self.forwards.commit(lengths, paths, tree, plan.tree.top_k if draft_logits else 0)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
         if any(lenient):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -45,6 +46,7 @@ class Forwards:
         self.target, self.drafter, self.cache, self.draft_cache = target, drafter, cache, draft_cache
         self.device = target.output_device  # of trees, logits and features
         self.root_slot = 0  # slot of the root's keys in the last verify
+        self.draft_slot = 0  # slot in the drafter's cache of the first node that the last draft expanded after the root
 
     @property
     def lengths(self) -> list[int]:
@@ -100,6 +102,7 @@ class Forwards:
                                device=self.device) for number, request in enumerate(requests)]
         tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
+        self.draft_slot = self.draft_cache.length
         for request in requests:
             request.features = None
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
@@ -140,9 +143,16 @@ class Forwards:
         self,
         lengths: Sequence[int],  # L of each request, before the last verify
         paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
+        tree: DraftTree,
+        width: int,  # nodes of a level that the drafter expanded; 0: it did not draft
     ) -> None:
-        """Keep the keys and values of the accepted nodes."""
+        """Keep the keys and values of the accepted nodes; a causal LM's too, as far as it expanded these."""
         self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
+        if width and not self.drafter.reads_features:
+            rows = ([row[node] for node in path[1:]] for row, path in zip(tree.draft_rows.tolist(), paths, strict=True))
+            self.draft_cache.commit(self.draft_cache.lengths, [
+                [self.draft_slot + level * width + row for level, row in enumerate(takewhile(lambda row: row >= 0, path))]
+                for path in rows])
 
     @property
     def caches(self) -> list[TreeCache]:

@@ -53,7 +53,8 @@ def greedy_decoder(
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
-    """A function that runs one cycle, always from the same state: the draft has three tokens to process."""
+    """A function that runs one cycle, always from the same state: a head has three tokens to process, a causal LM,
+    whose cache keeps accepted nodes, two."""
     decoder.prefill()
     forwards, length = decoder.forwards, decoder.forwards.cache.length
     before = [(request, list(request.tokens), request.features[-1:].expand(3, -1) if decoder.reads_features else None)
@@ -61,7 +62,7 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
 
     def once() -> None:
         if decoder.drafter is not None:
-            forwards.draft_cache.truncate(length - 2 - decoder.reads_features)
+            forwards.draft_cache.truncate(length - (3 if decoder.reads_features else 1))
         for request, tokens, features in before:
             request.features, request.tokens = features, list(tokens)
         decoder.step()
