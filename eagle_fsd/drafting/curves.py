@@ -189,9 +189,11 @@ def store_curves(head: str | Path, curves: HeadCurves) -> Path:
 
 
 @functools.cache
-def default_curves() -> HeadCurves:
-    """The curves of SmolLM2's bundled head, for drafters without their own."""
-    curves = read_curves(Path(__file__).parent)
+def default_curves(*, reads_features: bool = True) -> HeadCurves:
+    """Curves for drafters without their own: those of SmolLM2's bundled head, or for causal LMs, which read no
+    features, those of Qwen2.5-Coder-0.5B for the 1.5B."""
+    place = Path(__file__).parent
+    curves = read_curves(place if reads_features else place / "causal_lm")
     assert curves is not None
     return curves
 
@@ -209,4 +211,4 @@ def known_curves(beside: HeadCurves | None, target: TargetModel, drafter: Drafte
         own = read_curves(place) if (place / FILE).is_file() else None
     except (OSError, ValueError) as error:
         log.warning("%s", error)
-    return own or beside or default_curves()
+    return own or beside or default_curves(reads_features=drafter.reads_features)
