@@ -149,10 +149,11 @@ class Forwards:
         """Keep the keys and values of the accepted nodes; a causal LM's too, as far as it expanded these."""
         self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
         if width and not self.drafter.reads_features:
-            rows = ([row[node] for node in path[1:]] for row, path in zip(tree.draft_rows.tolist(), paths, strict=True))
-            self.draft_cache.commit(self.draft_cache.lengths, [
-                [self.draft_slot + level * width + row for level, row in enumerate(takewhile(lambda row: row >= 0, path))]
-                for path in rows])
+            slots = []
+            for rows, path in zip(tree.draft_rows.tolist(), paths, strict=True):
+                expanded = takewhile(lambda row: row >= 0, [rows[node] for node in path[1:]])
+                slots.append([self.draft_slot + level * width + row for level, row in enumerate(expanded)])
+            self.draft_cache.commit(self.draft_cache.lengths, slots)
 
     @property
     def caches(self) -> list[TreeCache]:
