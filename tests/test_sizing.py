@@ -212,7 +212,8 @@ def test_lambda_is_what_was_achieved():
 
 def test_levels_are_as_wide_as_costs_hardly_more():
     for level, rows, expected in (({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5}, 1, 3), ({1: 1.0, 2: 1.3, 3: 1.5}, 1, 2),
-                                  ({1: 1.0, 2: 1.4}, 1, 1), ({1: 1.0, 2: 1.4, 4: 1.4}, 4, 3), ({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5}, 8, 1), ({1: 0.0}, 3, 3)):
+                                  ({1: 1.0, 2: 1.4}, 1, 1), ({1: 1.0, 2: 1.4, 4: 1.4}, 4, 3),
+                                  ({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5}, 8, 1), ({1: 0.0}, 3, 3)):
         sizing = Sizing(Latency({1: 1.0, 2: 1.1}, level, 1.0), default_curves())
         assert sizing.top_k(rows) == expected == sizing.of(rows).tree.top_k <= sizing.largest.top_k
     assert Sizing(CHEAP, default_curves(), vocabulary=2).top_k() == 2
@@ -222,7 +223,8 @@ def test_levels_are_as_wide_as_costs_hardly_more():
     dear = replace(CHEAP, row=1.0)  # what a row adds to a drafted cycle is more than it can bring
     assert Sizing(dear, default_curves()).of(1).tree is not None is Sizing(dear, default_curves()).of(8).tree
     none = replace(CHEAP, row=0.18)  # except with a fuzzy rule, which accepts more
-    assert Sizing(none, default_curves()).of(8).tree is None is not Sizing(none, default_curves()).of(8, 0.0, False).tree
+    sizing = Sizing(none, default_curves())
+    assert sizing.of(8).tree is None is not sizing.of(8, lossless=False).tree
 
 
 def test_the_outlook_is_the_best_number_of_levels_on_average():
