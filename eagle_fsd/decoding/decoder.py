@@ -136,7 +136,7 @@ class Decoder:
         self.forwards.commit(lengths, paths, tree, plan.tree.top_k if draft_logits else 0)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
-        if any(lenient):
+        if plan.limits_levels and any(lenient):
             rejected = tree.have_drafts([path[-1] for path in paths])
             for request, may, emission, missed in zip(self.requests, lenient, emissions, rejected, strict=True):
                 if may:
