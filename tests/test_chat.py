@@ -111,7 +111,7 @@ def test_turns_without_a_draft_tree_and_without_a_head(model):
     class Trees:
         chosen = Choice(None)
 
-        def of(self, rows=1, temperature=0.0):
+        def of(self, rows=1, temperature=0.0, lossless=True):
             return self.chosen
 
     model.sizing = Trees()

@@ -18,10 +18,14 @@ from eagle_fsd.acceptance.nodes import Nodes
 from eagle_fsd.batching import rows
 from eagle_fsd.cli import main
 from eagle_fsd.decoding import forwards, timing
+from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
+from eagle_fsd.drafting.growth import extend_draft
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Sizing
+from eagle_fsd.drafting.sizing import Choice, Drafting, Sizing
 from eagle_fsd.pair import EagleModel
 
 TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)
@@ -128,6 +132,29 @@ def test_a_long_chain_of_the_target_itself_is_accepted_whole(pair):
     assert output.stats.accepted_lengths == [15] * 3 and output.token_ids == plainly(pair, PROMPT, 49)
 
 
+@torch.inference_mode()
+def test_keys_of_accepted_nodes_are_kept():
+    """After each cycle the drafter's cache is that of the text. It lacks the root, and nodes that were not expanded:
+    those of the last level, and copies."""
+    target = tiny_target()
+    pair = EagleModel.from_parts(target, target)
+    requests = [Request(prompt, RequestParams(max_new_tokens=40), text_source=TextSource(prompt, TextDrafts()))
+                for prompt in (PROMPT, PROMPT[1:] * 2, PROMPT[2:])]
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TreeConfig(9, 4, 2))))
+    decoder.prefill()
+    unread = []
+    for _ in range(6):
+        decoder.step()
+        held = decoder.forwards.draft_cache
+        for row, (request, length) in enumerate(zip(requests, held.lengths, strict=True)):
+            unread.append(len(request.tokens) - length)
+            fresh = pair.draft.new_cache(length)
+            extend_draft(pair.draft, None, [torch.tensor(request.tokens[:length])], fresh)
+            assert torch.allclose(held.allocated[0][..., row, :, :length, :], fresh.allocated[0][..., 0, :, :, :],
+                                  atol=1e-5)
+    assert unread.count(1) > 9 and max(unread) > 3
+
+
 @pytest.mark.parametrize("drafts", ["off", "auto"])
 def test_where_its_positions_end_plain_decoding_goes_on(drafts, caplog):
     """Row by row: the learned positions of GPT-2 have no others. Beside it copies from the text are still verified."""
@@ -218,6 +245,7 @@ def test_levels_are_measured(pair, monkeypatch):
     sized.sizing = Sizing(latency, None, 32)
     monkeypatch.setattr("eagle_fsd.pair.known_latency", lambda *parts: latency)
     sized.size_cycles()
+    assert sized.sizing.curves == default_curves(reads_features=False) != default_curves()
     for prompt in PROMPTS[:2]:
         assert eagle_fsd.generate(prompt, sized, max_new_tokens=20).token_ids == plainly(pair, prompt, 20)
 

@@ -58,7 +58,7 @@ class Trees:
 
     largest = eagle_fsd.TreeConfig(30, 5, 4)
 
-    def of(self, rows=1, temperature=0.0):
+    def of(self, rows=1, temperature=0.0, lossless=True):
         tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
         return Choice(tree, cost=lambda nodes, levels: 2.5)
 

@@ -274,7 +274,7 @@ class Costs:
 
     largest = eagle_fsd.TreeConfig(64, 16, 4)
 
-    def of(self, rows=1, temperature=0.0):
+    def of(self, rows=1, temperature=0.0, lossless=True):
         return Choice(None, cost=lambda nodes, levels: 1.0)
 
 

@@ -518,7 +518,7 @@ def test_the_head_is_asked_where_it_pays():
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
         policy = Drafting(Choice(TreeConfig(9, 2, 2)))
-        policy.begin(2, has_drafter=head)
+        policy.begin([None, None], has_drafter=head)
         plan = policy.next([None] * 2)
         assert (plan.tree is not None) == head
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5

@@ -117,7 +117,7 @@ class Rows:
         self.remembered = Remembered(remember)
         self.prefilling: Decoder | None = None  # of the prompt in progress
         self.decoder: Decoder | None = None
-        self.decoder = Decoder(model.target, model.draft, [], Drafting(self), captured=model.captured)
+        self.decoder = Decoder(model.target, model.draft, [], Drafting(self._choice), captured=model.captured)
 
     @property
     def requests(self) -> list[Request]:
@@ -141,10 +141,6 @@ class Rows:
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
 
-    def of(self, rows: int, temperature: float) -> Choice:
-        """The choice for the current requests, see `Sizes`."""
-        return self._choice(self.requests)
-
     def _choice(self, requests: Sequence[Request]) -> Choice:
         """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
         all are lossless. Without a head the choice is a cost, by which copies are as many as pay. Where temperatures
@@ -157,7 +153,8 @@ class Rows:
             return Choice(own[0])
         if self.tree is not None:
             return Choice(self.tree)
-        return self.model.sizing.of(count, requests[0].params.temperature)
+        return self.model.sizing.of(count, requests[0].params.temperature,
+                                    all(request.params.lossless for request in requests))
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether a request's own tree fits into the caches."""

@@ -52,14 +52,14 @@ class Decoder:
         for request in self.requests:
             request.begin(target)
         self.drafting = drafting
-        drafting.begin(len(self.requests), has_drafter=drafter is not None)
+        drafting.begin(self.requests, has_drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         self.forwards = forwards or self._forwards(earlier)
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
-        trees = self.drafting.trees(len(self.requests))
+        trees = self.drafting.trees(self.requests)
         copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
@@ -112,7 +112,9 @@ class Decoder:
         rules = [request.current_rule() for request in self.requests]
         lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
-        plan = self.drafting.next(copies)
+        lenient = [request.is_lenient(rule) for request, rule in zip(self.requests, rules, strict=True)]
+        plan = self.drafting.next(copies, [
+            request.leniency.rate * may for request, may in zip(self.requests, lenient, strict=True)])
         if self.captured is not None and self.observe is None:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
@@ -128,9 +130,14 @@ class Decoder:
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
             rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
-        self.forwards.commit(lengths, paths, features)
+        self.forwards.commit(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
+        if plan.limits_levels and any(lenient):
+            rejected = tree.have_drafts([path[-1] for path in paths])
+            for request, may, emission, missed in zip(self.requests, lenient, emissions, rejected, strict=True):
+                if may:
+                    request.leniency.learn(sum(each.source == "fuzzy" for each in emission.receipts[:-1]), missed)
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         for request in self.requests:
@@ -148,7 +155,7 @@ class Decoder:
         if len(going) < len(self.requests):
             self.requests = [self.requests[number] for number in going]
             self.forwards.keep_rows(going)
-            self.drafting.resize(len(going))
+            self.drafting.resize(self.requests)
 
     def join(self, other: Decoder) -> None:
         """Add the requests of another decoder of the same models. The caches must have room for them."""
@@ -156,7 +163,7 @@ class Decoder:
             self.drafting.pause.begin()
         self.requests = [*self.requests, *other.requests]
         self.forwards.join(other.forwards)
-        self.drafting.resize(len(self.requests))
+        self.drafting.resize(self.requests)
 
     def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path and the emission of each request. One walk serves all requests with the same rule."""

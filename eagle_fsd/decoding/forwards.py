@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class Forwards:
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
         self.unread_features: list[list[Tensor]] = [[] for _ in cache.lengths]
         self.root_slot = 0  # slot of the root's keys in the last verify
+        self.draft_slot = 0  # slot in the drafter's cache of the first node that the last draft expanded after the root
 
     @property
     def lengths(self) -> list[int]:
@@ -105,6 +107,7 @@ class Forwards:
                                device=self.device) for number, request in enumerate(requests)]
         tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
+        self.draft_slot = self.draft_cache.length
         self.unread_features = [[] for _ in requests]
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             lengths = [(read if number in ended else self.draft_cache.lengths)[number] for number in range(len(read))]
@@ -145,12 +148,21 @@ class Forwards:
         lengths: Sequence[int],  # L of each request, before the last verify
         paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
         features: Tensor,  # [B, N, F] of the last verify
+        tree: DraftTree,
+        width: int,  # nodes of a level that the drafter expanded; 0: it did not draft
     ) -> None:
-        """Keep the keys, values and features of the accepted nodes."""
+        """Keep the keys, values and features of the accepted nodes; a causal LM's keys and values, too, as far as it
+        expanded these."""
         self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
         if self.reads_features:
             for number, path in enumerate(paths):
                 self.unread_features[number].append(features[number, path])
+        elif width:
+            slots = []
+            for rows, path in zip(tree.draft_rows.tolist(), paths, strict=True):
+                expanded = takewhile(lambda row: row >= 0, [rows[node] for node in path[1:]])
+                slots.append([self.draft_slot + level * width + row for level, row in enumerate(expanded)])
+            self.draft_cache.commit(self.draft_cache.lengths, slots)
 
     @property
     def caches(self) -> list[TreeCache]:

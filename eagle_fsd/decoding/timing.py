@@ -53,7 +53,8 @@ def greedy_decoder(
 
 
 def same_cycle(decoder: Decoder) -> Callable[[], object]:
-    """A function that runs one cycle, always from the same state: the draft has three tokens to process."""
+    """A function that runs one cycle, always from the same state: a head has three tokens to process, a causal LM,
+    whose cache keeps accepted nodes, two."""
     decoder.prefill()
     forwards, length = decoder.forwards, decoder.forwards.cache.length
     texts = [list(request.tokens) for request in decoder.requests]
@@ -62,7 +63,7 @@ def same_cycle(decoder: Decoder) -> Callable[[], object]:
 
     def once() -> None:
         if decoder.drafter is not None:
-            forwards.draft_cache.truncate(length - 2 - forwards.reads_features)
+            forwards.draft_cache.truncate(length - (3 if forwards.reads_features else 1))
         forwards.unread_features = [list(parts) for parts in features]
         for request, tokens in zip(decoder.requests, texts, strict=True):
             request.tokens = list(tokens)

@@ -54,10 +54,17 @@ class Curves:
     reaches: tuple[float, ...]
     worth: tuple[tuple[float, ...], ...]
 
-    def level_worth(self, price: float) -> LevelWorth:
-        """The worth of a level by its reach, at this price of a node."""
+    def level_worth(self, price: float, leniency: float = 0.0) -> LevelWorth:
+        """The worth of a level by its reach, at this price of a node.
+
+        Args:
+            leniency: see `apply_curves`.
+        """
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
-        return LevelWorth((0.0, *self.reaches), (0.0, *(_linear(price, prices, (*row, 0.0)) for row in self.worth)))
+        exact = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
+        return LevelWorth((0.0, *self.reaches), (0.0, *(
+            (1 - leniency) * tokens + leniency * max(0.0, reach - price)
+            for reach, tokens in zip(self.reaches, exact, strict=True))))
 
 
 class LevelWorth(NamedTuple):
@@ -108,10 +115,20 @@ class Segments(NamedTuple):
 def apply_curves(
     segments: Segments,
     log_probs: Tensor,  # [..., K], of each node's children, in descending order
+    leniency: Tensor | None = None,  # [B, 1, 1], see below; None: 0
 ) -> Tensor:  # [..., K]
-    """Log acceptance probabilities; linear between the knots, constant outside."""
+    """Log acceptance probabilities; linear between the knots, constant outside.
+
+    A fuzzy rule of leniency g accepts a child with probability g where the target's own token is no child. So the
+    first child's probability p becomes p + g (1 - p). Without the other children the rule would accept the first in
+    their place just as often: what they add is (1 - g) p.
+    """
     at = torch.bucketize(log_probs, segments.knots) + segments.first
-    return torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
+    scores = torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
+    if leniency is not None:
+        scores = scores + (-leniency).log1p()
+        scores[..., :1] = scores[..., :1].logaddexp(leniency.log())
+    return scores
 
 
 @functools.lru_cache(maxsize=64)
@@ -172,9 +189,11 @@ def store_curves(head: str | Path, curves: HeadCurves) -> Path:
 
 
 @functools.cache
-def default_curves() -> HeadCurves:
-    """The curves of SmolLM2's bundled head, for drafters without their own."""
-    curves = read_curves(Path(__file__).parent)
+def default_curves(*, reads_features: bool = True) -> HeadCurves:
+    """Curves for drafters without their own: those of SmolLM2's bundled head, or for causal LMs, which read no
+    features, those of Qwen2.5-Coder-0.5B for the 1.5B."""
+    place = Path(__file__).parent
+    curves = read_curves(place if reads_features else place / "causal_lm")
     assert curves is not None
     return curves
 
@@ -192,4 +211,4 @@ def known_curves(beside: HeadCurves | None, target: TargetModel, drafter: Drafte
         own = read_curves(place) if (place / FILE).is_file() else None
     except (OSError, ValueError) as error:
         log.warning("%s", error)
-    return own or beside or default_curves()
+    return own or beside or default_curves(reads_features=drafter.reads_features)

@@ -12,7 +12,8 @@ lower. Expanded nodes are numbered in the same order; expanded node e has childr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from ..models.masks import visible_keys
 from ..models.target import TargetModel, prefill_part
 from .config import TreeConfig
 from .coupling import Coupling
-from .curves import Segments, apply_curves, curve_segments
+from .curves import apply_curves, curve_segments
 from .drafter import Drafter
 from .largest import largest
 from .sizing import Plan
@@ -151,12 +152,15 @@ def grow(
     k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
     batch, device = len(root), root.device
     limited = plan is not None and plan.limits_levels
-    segments = curve_segments(plan.choice.curves, k, device) if limited else None
+    estimate = None
+    if limited:
+        leniency = torch.tensor(plan.leniency, device=device)[:, None, None] if any(plan.leniency) else None
+        estimate = partial(apply_curves, curve_segments(plan.choice.curves, k, device), leniency=leniency)
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = drafter.own_logits(predicted, target.logits)  # [B, 1, R]
     draft_logits = [logits]
-    child_scores, child_tokens = _best_children(logits, named, config, segments, coupling, depth=0)
+    child_scores, child_tokens = _best_children(logits, named, config, estimate, coupling, depth=0)
     frontier_scores, frontier_tokens = child_scores[:, 0], child_tokens[:, 0]  # [B, K]
     scores = [torch.zeros_like(frontier_scores[:, :1]), frontier_scores]
     levels = [root[:, None], frontier_tokens]
@@ -169,7 +173,7 @@ def grow(
         predicted = drafter.predict(frontier_states, frontier_tokens, keys.positions, keys.visible, cache)  # [B, K, D]
         logits = drafter.own_logits(predicted, target.logits)
         draft_logits.append(logits)
-        child_scores, child_tokens = _best_children(logits, named, config, segments, coupling, level - 1)
+        child_scores, child_tokens = _best_children(logits, named, config, estimate, coupling, level - 1)
         child_scores = (child_scores + frontier_scores[..., None]).flatten(1)  # [B, K * K], cumulative
         child_tokens = child_tokens.flatten(1)
         scores.append(child_scores)
@@ -188,17 +192,17 @@ def grow(
 
 
 def _best_children(
-    logits: Tensor, named: Tensor | None, config: TreeConfig, segments: Segments | None, coupling: Coupling | None,
-    depth: int,
+    logits: Tensor, named: Tensor | None, config: TreeConfig, estimate: Callable[[Tensor], Tensor] | None,
+    coupling: Coupling | None, depth: int,
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, *, K] of the K best children of each node of a depth. A score is the log-probability of the
-    step from the parent, at most 0."""
+    step from the parent, at most 0, or what `estimate` makes of it."""
     logits = logits if coupling is None else coupling.perturb(logits, depth)
     logits = logits if config.draft_temperature == 1 else logits / config.draft_temperature
     tokens = largest(logits, config.top_k)
     scores = logits.log_softmax(-1).gather(-1, tokens).clamp_min(IMPOSSIBLE)
-    if segments is not None:
-        scores = apply_curves(segments, scores)
+    if estimate is not None:
+        scores = estimate(scores)
     return scores, tokens if named is None else named[tokens]
 
 

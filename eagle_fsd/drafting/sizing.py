@@ -21,7 +21,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol
 
 from .config import TreeConfig
 from .copies import MOST_NODES, NODES, Copies
@@ -31,6 +30,7 @@ from .latency import Latency
 WIDER = 4 / 3  # largest cost of a level of several nodes, in levels of one node
 USUAL = 24  # the price of a node is the mean over this many further nodes
 PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and the number of cycles that it counts as
+LENIENCY, LENIENCY_WEIGHT = 0.25, 8.0  # before the first cycle, and the number of nodes that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles in a running mean
 
@@ -49,10 +49,6 @@ class Choice:
     tree: TreeConfig | None
     cost: Callable[[int, int], float] | None = None
     curves: Curves | None = None
-
-    def of(self, rows: int, temperature: float) -> Choice:
-        """A fixed choice is the same for any number of rows, see `Sizes`."""
-        return self
 
     @cached_property
     def costs_by_nodes(self) -> list[float]:
@@ -74,25 +70,18 @@ class Choice:
         """Price of this many levels (at least 1)."""
         return self.costs_by_nodes[0] - self.cost(1, 0) + (count - 1) * self.level_price
 
-    def outlook(self, pace: float = 1.0) -> tuple[float, int]:
+    def outlook(self, pace: float = 1.0, leniency: float = 0.0) -> tuple[float, int]:
         """Expected tokens of a cycle's levels, less the price of their nodes, and the best number of levels; 0 if none
         pays."""
         if self.curves is None:
             return 1.0, 1
-        worth, following = self.curves.level_worth(pace * self.node_price), self.curves.level_worth(0.0)
+        worth, following = (self.curves.level_worth(price, leniency) for price in (pace * self.node_price, 0.0))
         reach, gain, best = 1.0, 0.0, (0.0, 0.0, 0)
         for count in range(1, WIDE_TREE.depth + 1):
             gain += worth(reach)
             best = max(best, (gain - pace * self.price_of_levels(count), gain, count))
             reach = following(reach)
         return best[1:]
-
-
-class Sizes(Protocol):
-    """Chooses by the number of rows: `Sizing`, the engine's rows, or a fixed `Choice`."""
-
-    def of(self, rows: int, temperature: float) -> Choice:
-        """The choice for a batch of this many rows."""
 
 
 class Sizing:
@@ -104,30 +93,49 @@ class Sizing:
     """
 
     def __init__(self, latency: Latency, curves: HeadCurves | None, vocabulary: int = WIDTH) -> None:
-        self.latency, self.curves, self.vocabulary = latency, curves, vocabulary
+        self.latency, self.curves = latency, curves
+        self.largest = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))  # every cycle's tree at most
         self._choices: dict[tuple, Choice] = {}
 
     def top_k(self, rows: int = 1) -> int:
         """The widest level that costs hardly more than a level of one node."""
         one = self.latency.level_of(rows)
-        return max(width for width in range(1, min(WIDTH, self.vocabulary) + 1)
+        return max(width for width in range(1, self.largest.top_k + 1)
                    if self.latency.level_of(width * rows) <= WIDER * one)
 
-    @property
-    def largest(self) -> TreeConfig:
-        """An upper bound of every cycle's tree."""
-        return TreeConfig(MOST_NODES, WIDE_TREE.depth, self.top_k())
-
-    def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
+    def of(self, rows: int = 1, temperature: float = 0.0, lossless: bool = True) -> Choice:
         """The choice for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
-        if (rows, curves) not in self._choices:
+        key = rows, curves, lossless
+        if key not in self._choices:
             top_k = self.top_k(rows)
-            choice = Choice(TreeConfig(MOST_NODES, WIDE_TREE.depth, top_k), partial(self.latency.relative, top_k, rows),
-                            curves)
-            drafts = curves is not None and choice.outlook()[1] > 0
-            self._choices[rows, curves] = choice if drafts else replace(choice, tree=None)
-        return self._choices[rows, curves]
+            choice = Choice(replace(self.largest, top_k=top_k), partial(self.latency.relative, top_k, rows), curves)
+            drafts = curves is not None and choice.outlook(leniency=0.0 if lossless else LENIENCY)[1] > 0
+            self._choices[key] = choice if drafts else replace(choice, tree=None)
+        return self._choices[key]
+
+
+class Leniency:
+    """The probability that a request's rule accepts a child of the drafter where the target's own token is no child.
+
+    It is learnt from the request's own cycles, so that the same prompt gives the same text.
+    """
+
+    def __init__(self) -> None:
+        self.accepted, self.seen = LENIENCY * LENIENCY_WEIGHT, LENIENCY_WEIGHT
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.seen
+
+    def learn(self, accepted: int, rejected: int) -> None:
+        """Count fuzzy tokens that were accepted, and nodes whose children were all rejected."""
+        self.accepted, self.seen = self.accepted + accepted, self.seen + accepted + rejected
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 if there are none."""
+    return sum(values) / max(1, len(values))
 
 
 @dataclass(frozen=True)
@@ -138,12 +146,14 @@ class Plan:
         tree: the largest tree that the drafter may draft; None: it drafts nothing.
         pace: lambda.
         missed: probability that the first copied tokens are rejected, so that the drafter's can be accepted.
+        leniency: of each row's rule, see `Leniency`; (): all are lossless.
     """
 
     choice: Choice
     tree: TreeConfig | None
     pace: float = PACE
     missed: float = 1.0
+    leniency: Sequence[float] = ()
 
     @property
     def uses_drafter(self) -> bool:
@@ -162,7 +172,7 @@ class Plan:
 
     @cached_property
     def _worth(self) -> LevelWorth:
-        return self.choice.curves.level_worth(self.pace * self.choice.node_price)
+        return self.choice.curves.level_worth(self.pace * self.choice.node_price, mean(self.leniency))
 
     def level_pays(self, frontier: Sequence[Sequence[float]]) -> bool:
         """Whether another level pays.
@@ -223,13 +233,13 @@ class Drafting:
     """The drafting policy of one batch. It learns from its own requests alone, except for pauses.
 
     Args:
-        sizes: what it drafts, by the number of rows. temperature: of the requests.
+        choose: what it drafts, always or as a function of the requests in the batch.
         pause: shared with earlier requests; None: a new one.
     """
 
-    def __init__(self, sizes: Sizes, temperature: float = 0.0, pause: Pause | None = None) -> None:
-        self.sizes, self.temperature = sizes, temperature
-        self.choice, self.has_drafter = sizes.of(1, temperature), True  # until `begin`
+    def __init__(self, choose: Choice | Callable[[Sequence], Choice], pause: Pause | None = None) -> None:
+        self.choose = choose if callable(choose) else lambda requests: choose
+        self.choice, self.has_drafter = Choice(None) if callable(choose) else choose, True  # until `begin`
         self.pause = pause or Pause()
         # Tokens of a row so far, and their cost in cycles without drafting.
         self.gained, self.spent = PACE * PACE_WEIGHT, PACE_WEIGHT
@@ -237,23 +247,23 @@ class Drafting:
         # levels. None: no such cycle yet, `Choice.outlook` holds.
         self.outlook: tuple[float, float] | None = None
 
-    def begin(self, rows: int, *, has_drafter: bool) -> None:
-        """Start with this many rows.
+    def begin(self, requests: Sequence, *, has_drafter: bool) -> None:
+        """Start with these requests, one a row.
 
         Args:
             has_drafter: whether there is a drafter; without one a tree only limits the number of copies to verify.
         """
         self.has_drafter = has_drafter
         self.pause.begin()
-        self.resize(rows)
+        self.resize(requests)
 
-    def resize(self, rows: int) -> None:
-        """Continue with this many rows."""
-        self.choice = self.sizes.of(rows, self.temperature)
+    def resize(self, requests: Sequence) -> None:
+        """Continue with these requests."""
+        self.choice = self.choose(requests)
 
-    def trees(self, rows: int) -> list[TreeConfig]:
-        """The largest trees for 1 to this many rows."""
-        choices = (self.sizes.of(count, self.temperature) for count in range(1, rows + 1))
+    def trees(self, requests: Sequence) -> list[TreeConfig]:
+        """The largest trees for the first one of these requests to all of them."""
+        choices = (self.choose(requests[:count]) for count in range(1, len(requests) + 1))
         return [choice.tree for choice in choices if choice.tree is not None]
 
     @property
@@ -266,11 +276,12 @@ class Drafting:
         """Lambda, at least the rate of plain decoding."""
         return max(1.0, self.gained / self.spent)
 
-    def next(self, copies: Sequence[Copies | None] = ()) -> Plan:
+    def next(self, copies: Sequence[Copies | None] = (), leniency: Sequence[float] = ()) -> Plan:
         """The plan of the next cycle.
 
         Args:
             copies: of each row, which the cycle verifies as well.
+            leniency: of each row's rule; (): all are lossless.
         """
         tree = self.choice.tree if self.has_drafter else None
         if self.choice.cost is None:
@@ -282,10 +293,10 @@ class Drafting:
             tree = None
         pace = self.pace
         if tree is not None and any(copies):
-            gain, levels = self.outlook or self.choice.outlook(pace)
+            gain, levels = self.outlook or self.choice.outlook(pace, mean(leniency))
             if missed * gain < pace * self.choice.price_of_levels(levels):
                 tree = None
-        return Plan(self.choice, tree, pace, missed)
+        return Plan(self.choice, tree, pace, missed, leniency)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
         """Record a cycle.
@@ -295,10 +306,10 @@ class Drafting:
         """
         if self.choice.cost is None:
             return
-        mean, cost = sum(emitted) / len(emitted), self.choice.cost(nodes, levels)
-        self.gained, self.spent = self.gained + mean, self.spent + cost
+        tokens, cost = mean(emitted), self.choice.cost(nodes, levels)
+        self.gained, self.spent = self.gained + tokens, self.spent + cost
         if levels and not copied:
-            gain = mean - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
-            before = self.outlook or self.choice.outlook(plan.pace)
+            gain = tokens - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
+            before = self.outlook or self.choice.outlook(plan.pace, mean(plan.leniency))
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
-            self.pause.learn(mean - cost)
+            self.pause.learn(tokens - cost)
