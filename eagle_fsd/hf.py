@@ -41,7 +41,7 @@ OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", 
 # Our options that `model.generate` does not take itself, for prompts of token ids.
 OPTIONS = [name for name in GenerateOptions.names()
            if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
-KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
+ATTRIBUTE = "eagle_fsd_pair"  # of a model, see `CachedPair`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
     "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',
     "speculation_type": "pass a head or a causal LM as draft=",
@@ -205,9 +205,10 @@ def hub_generate(
         draft=assistant_model if draft is None else draft, **options)
 
 
-class Kept:
-    """A pair with captured cycles as an attribute of its target, for later calls: it keeps drafter, graphs and caches
-    as long as the target. Copies of the target, pickled ones included, have None in its place.
+class CachedPair:
+    """A pair with captured cycles as an attribute of its target, for later calls: drafter, graphs and caches live as
+    long as the target. In a dictionary with weak keys they would live for ever, since a pair holds its target. Copies
+    of the target, pickled ones included, have None as the attribute.
 
     Args:
         parts: what the pair was made of.
@@ -226,17 +227,17 @@ def pair_of(
 ) -> EagleModel:
     """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced weights
     are `captured.cycle`'s to see; replaced modules, weights of another shape and new hooks mean a new pair."""
-    kept = vars(model).pop(KEPT, None)
-    if kept is not None and kept.parts == parts_of(model, draft, tokenizer):
-        kept.pair.fit()
+    cached = vars(model).pop(ATTRIBUTE, None)
+    if cached is not None and cached.parts == parts_of(model, draft, tokenizer):
+        cached.pair.fit()
     else:
-        kept = None  # its graphs and caches are freed before there are others
+        cached = None  # its graphs and caches are freed before there are others
         pair = EagleModel.from_parts(model, draft, tokenizer)
         if pair.captured is None:
             return pair
-        kept = Kept(pair, parts_of(model, draft, tokenizer))
-    vars(model)[KEPT] = kept
-    return kept.pair
+        cached = CachedPair(pair, parts_of(model, draft, tokenizer))
+    vars(model)[ATTRIBUTE] = cached
+    return cached.pair
 
 
 def parts_of(*parts: object) -> list[object]:

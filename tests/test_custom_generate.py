@@ -329,7 +329,7 @@ def test_captured_cycles_serve_later_calls(monkeypatch):
         call(target, None)
         assert made[-1]().target.vocab_size == VOCAB and len(made) == 4
     for copied in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
-        assert vars(copied)[hf.KEPT] is None
+        assert vars(copied)[hf.ATTRIBUTE] is None
     target.lm_head = torch.nn.Linear(16, VOCAB, bias=False)
     with uncollected():
         call(target, draft)
