@@ -130,7 +130,7 @@ def custom_generate(
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
         if options.seed is None:  # torch's global generator decides, as in model.generate
-            own = [{**each, "seed": int(torch.randint(2**62, ()))} for each in own]
+            own = [{**fields, "seed": int(torch.randint(2**62, ()))} for fields in own]
         requests = make_requests(pair, prompts, options, own=own)
         if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
@@ -196,7 +196,7 @@ def hub_generate(
         options.setdefault("text_tokenizer", tokenizer)
         configs = (options.get("generation_config"), model.generation_config)
         strings = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
-        if (found := next((each for each in strings if each is not None), None)) is not None:
+        if (found := next((found for found in strings if found is not None), None)) is not None:
             stop, options["stop_strings"] = [*as_list(stop), *as_list(found)], None
     # Not `model.generate`, which is this function if the model's own repository has it.
     return type(model).generate(
@@ -225,8 +225,8 @@ def pair_of(
     model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
-    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced weights
-    are `captured.cycle`'s to see; replaced modules, weights of another shape and new hooks mean a new pair."""
+    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced modules,
+    weights of another shape and new hooks make other parts; `captured.cycle` notices replaced weights."""
     cached = vars(model).pop(ATTRIBUTE, None)
     if cached is not None and cached.parts == parts_of(model, draft, tokenizer):
         cached.pair.fit()
