@@ -27,18 +27,19 @@ from .text import answer_text
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    class Keywords(GenerateKeywords, total=False):
-        """All keyword arguments of `generate`."""
 
-        options: GenerateOptions | None
-        logits_processor: Sequence[LogitsProcessor] | None
-        stopping_criteria: Sequence[Callable] | None
-        streamer: BaseStreamer | None
-        session: Session | None
+class Keywords(GenerateKeywords, total=False):
+    """All keyword arguments of `generate`."""
+
+    options: GenerateOptions | None
+    logits_processor: Sequence[LogitsProcessor] | None
+    stopping_criteria: Sequence[Callable] | None
+    streamer: BaseStreamer | None
+    session: Session | None
 
 
-# The keyword arguments of `generate` that are no field of `GenerateOptions`.
-CALL_KEYWORDS = ("options", "logits_processor", "stopping_criteria", "streamer", "session")
+# The keyword arguments of `generate` that are no options.
+CALL_KEYWORDS = [name for name in Keywords.__annotations__ if name not in GenerateKeywords.__annotations__]
 
 
 @overload

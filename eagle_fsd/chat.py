@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .api import CALL_KEYWORDS, generate, with_options
+from .api import CALL_KEYWORDS, Keywords, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
 from .keywords import GenerateKeywords, lists_options
@@ -18,8 +18,6 @@ from .pair import EagleModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .api import Keywords
 
 
 class Chat:

@@ -70,9 +70,9 @@ def check_functions(name: str, functions: object) -> None:
         return
     if not isinstance(functions, (list, tuple)):
         raise OptionError(name, functions, "a list")
-    for each in functions:
-        if isinstance(each, type) or not callable(each):
-            raise OptionError(name, problem=f"must contain functions or callable objects, got {each!r}")
+    for function in functions:
+        if isinstance(function, type) or not callable(function):
+            raise OptionError(name, problem=f"must contain functions or callable objects, got {function!r}")
 
 
 def check_placement(device: object, device_map: object) -> None:

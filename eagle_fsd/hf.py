@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -43,11 +41,13 @@ OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", 
 # Our options that `model.generate` does not take itself, for prompts of token ids.
 OPTIONS = [name for name in GenerateOptions.names()
            if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
-KEPT = "eagle_fsd_pair"  # attribute of a model, see `Kept`
+ATTRIBUTE = "eagle_fsd_pair"  # of a model, see `CachedPair`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
     "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',
     "speculation_type": "pass a head or a causal LM as draft=",
 }
+NOT_SYNCED = ("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and load the whole "
+              "model in each process")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 # Keywords of `model.generate` that say where a repository's files are; transformers passes them on to its function.
 PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "repo_type", "revision", "token")
@@ -80,8 +80,9 @@ def custom_generate(
             the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same drafter
             and text_tokenizer. `del model.eagle_fsd_pair` frees them. Do so before you delete the model as well:
             otherwise its memory is freed only by a later garbage collection.
-        streamer: that of `generate`, which does not pass it on: it is looked up in the calling frame. text_streamer:
-            the same, for a caller between `generate` and this function.
+        text_streamer: receives the prompt and the tokens, and is ended. `generate` passes its own `streamer=` to no
+            callable: it sends the prompt there, and never ends it.
+        streamer: the same, for a caller that has sent the prompt itself.
         text_tokenizer: the tokenizer, for options with text: `stop`, `reference`, `response_format` and marks of
             `fuzzy_within`. `generate` does not pass its `tokenizer=` on, and with `stop_strings=` asks for one even if
             it is there.
@@ -96,16 +97,14 @@ def custom_generate(
         ValueError, TypeError: padding elsewhere, beams, another generation method, inputs other than tokens (a cache
             that is not empty included), outputs other than tokens, or a bad option.
     """
-    streamer = argument_of_generate("streamer") if streamer is None else streamer
     with ending(streamer), ending(text_streamer):
         if streamer is not None and text_streamer is not None:
             raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
-        if assistant_model is not None or argument_of_generate("assistant_model") is not None:
+        if assistant_model is not None:
             raise ValueError("custom_generate cannot take an assistant_model as well: pass it as draft=")
-        if synced_gpus or argument_of_generate("synced_gpus"):
-            raise ValueError("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and "
-                             "load the whole model in each process")
-        has_prompt = streamer is not None  # `generate` has sent the prompt to its own streamer
+        if synced_gpus:
+            raise ValueError(NOT_SYNCED)
+        has_prompt = streamer is not None
         streamer = text_streamer if streamer is None else streamer
         given = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
@@ -131,7 +130,7 @@ def custom_generate(
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
         if options.seed is None:  # torch's global generator decides, as in model.generate
-            own = [{**each, "seed": int(torch.randint(2**62, ()))} for each in own]
+            own = [{**fields, "seed": int(torch.randint(2**62, ()))} for fields in own]
         requests = make_requests(pair, prompts, options, own=own)
         if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
@@ -151,6 +150,8 @@ def hub_generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop: str | Sequence[str] | None = None,
     streamer: BaseStreamer | None = None,
+    text_streamer: BaseStreamer | None = None,
+    synced_gpus: bool | None = None,
     **options,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode for a hub repository, as the function of the folder `hub/` does:
@@ -158,13 +159,13 @@ def hub_generate(
         target.generate(**inputs, custom_generate="user/eagle-fsd", trust_remote_code=True, threshold=0.3)
 
     transformers hands the function of a repository all arguments of `generate` as they are. This one calls `generate`
-    again, with `custom_generate`, so that the generation config, processors, criteria and streamer have the same
-    meaning there.
+    again, with `custom_generate`, so that the generation config, processors and criteria have the same meaning there.
 
     Args:
         draft, assistant_model: the drafter, see `custom_generate`, under either name.
         tokenizer: the target's, for stop_strings=, stop= and reference=.
         stop: strings that end an answer, like stop_strings= of `generate`.
+        streamer, text_streamer: a streamer, under either name.
         options: other arguments of `generate` and `custom_generate`.
 
     Raises:
@@ -184,24 +185,30 @@ def hub_generate(
         problem = "the drafter must have the target's tokens, got assistant_tokenizer=: leave it out"
     elif assisted:
         problem = f"{', '.join(assisted)}: an option of transformers' assisted generation; use tree= instead"
+    elif synced_gpus:
+        problem = NOT_SYNCED
+    elif streamer is not None and text_streamer is not None:
+        problem = "streamer= and text_streamer= are the same: pass one of them"
     if problem is not None:
-        with ending(streamer):  # as where `custom_generate` refuses a call
+        with ending(streamer), ending(text_streamer):  # as where `custom_generate` refuses a call
             raise ValueError(problem)
     if tokenizer is not None:
         options.setdefault("text_tokenizer", tokenizer)
         configs = (options.get("generation_config"), model.generation_config)
         strings = [options.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
-        if (found := next((each for each in strings if each is not None), None)) is not None:
+        if (found := next((found for found in strings if found is not None), None)) is not None:
             stop, options["stop_strings"] = [*as_list(stop), *as_list(found)], None
     # Not `model.generate`, which is this function if the model's own repository has it.
     return type(model).generate(
-        model, inputs, streamer=streamer, custom_generate=custom_generate, stop=stop,
+        model, inputs, custom_generate=custom_generate, stop=stop,
+        text_streamer=text_streamer if streamer is None else streamer,
         draft=assistant_model if draft is None else draft, **options)
 
 
-class Kept:
-    """A pair with captured cycles as an attribute of its target, for later calls: it keeps drafter, graphs and caches
-    as long as the target. Copies of the target, pickled ones included, have None in its place.
+class CachedPair:
+    """A pair with captured cycles as an attribute of its target, for later calls: drafter, graphs and caches live as
+    long as the target. In a dictionary with weak keys they would live for ever, since a pair holds its target. Copies
+    of the target, pickled ones included, have None as the attribute.
 
     Args:
         parts: what the pair was made of.
@@ -218,19 +225,19 @@ def pair_of(
     model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
-    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced weights
-    are `captured.cycle`'s to see; replaced modules, weights of another shape and new hooks mean a new pair."""
-    kept = vars(model).pop(KEPT, None)
-    if kept is not None and kept.parts == parts_of(model, draft, tokenizer):
-        kept.pair.fit()
+    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced modules,
+    weights of another shape and new hooks make other parts; `captured.cycle` notices replaced weights."""
+    cached = vars(model).pop(ATTRIBUTE, None)
+    if cached is not None and cached.parts == parts_of(model, draft, tokenizer):
+        cached.pair.fit()
     else:
-        kept = None  # its graphs and caches are freed before there are others
+        cached = None  # its graphs and caches are freed before there are others
         pair = EagleModel.from_parts(model, draft, tokenizer)
         if pair.captured is None:
             return pair
-        kept = Kept(pair, parts_of(model, draft, tokenizer))
-    vars(model)[KEPT] = kept
-    return kept.pair
+        cached = CachedPair(pair, parts_of(model, draft, tokenizer))
+    vars(model)[ATTRIBUTE] = cached
+    return cached.pair
 
 
 def parts_of(*parts: object) -> list[object]:
@@ -240,14 +247,6 @@ def parts_of(*parts: object) -> list[object]:
     return [*parts, *((model.device, model.dtype) for model in models), *modules,
             *(weight.shape for model in models for weight in model.parameters()),  # tied ones are resized in place
             *(bool(module._forward_hooks or module._forward_pre_hooks) for module in modules)]
-
-
-def argument_of_generate(name: str) -> object:
-    """A local variable of the calling `generate`, which does not pass all its arguments on; None: there is none."""
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:

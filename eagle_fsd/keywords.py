@@ -143,7 +143,7 @@ def lists_options(
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         listed = [inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=known[name].default if name in known else None,
             annotation=known[name].type if name in known else inspect.Parameter.empty,

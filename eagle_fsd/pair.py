@@ -150,11 +150,11 @@ class EagleModel:
             fit_head(self.draft, self.target)
 
     def refresh(self) -> None:
-        """Read both models again if their modules, forwards or hooks have changed since they were joined: decoding is
-        that of the models as they are.
+        """Read both models again if their modules, forwards or hooks have changed since they were joined, so that
+        decoding follows the current models.
 
         Raises:
-            ValueError: the models as they are would be refused by `from_parts`.
+            ValueError: `from_parts` would refuse the current models.
         """
         self.target.refresh()
         if self.draft is not None:
@@ -174,8 +174,8 @@ class EagleModel:
         Raises:
             ValueError: an unknown quantization, or a processor without the instructions for it.
         """
-        for each in (quantization, draft_quantization):
-            check_quantization(each)
+        check_quantization(quantization)
+        check_quantization(draft_quantization)
         self.target.pack(quantization)
         if isinstance(self.draft, DraftModel):
             self.draft.pack(draft_quantization or quantization)
@@ -197,8 +197,8 @@ class EagleModel:
             self.sizing = Sizing(latency, known_curves(stored, self.target, self.draft), self.draft.draft_vocab_size)
 
     def drafting(self, params: RequestParams) -> Drafting:
-        """The drafting policy of requests with these parameters: their own tree, else as much as pays, else the model's
-        default tree."""
+        """The drafting policy of requests with these parameters: their own tree, else sizes chosen for speed, else the
+        model's default tree."""
         if not params.speculative:
             return Drafting(Choice(None))
         if params.tree is None and self.sizing is not None:

@@ -48,9 +48,9 @@ def encode_prompts(
     if not (isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple, Tensor))):
         return [encode_prompt(prompt, model, template)], False
     prompts = []
-    for number, each in enumerate(prompt):
+    for number, single in enumerate(prompt):
         try:
-            prompts.append(encode_prompt(each, model, template))
+            prompts.append(encode_prompt(single, model, template))
         except (TypeError, ValueError) as error:
             raise OptionError("prompt", problem=f"{number} of {len(prompt)}: {error}") from error
     return prompts, True
@@ -290,7 +290,7 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
 
 
 def max_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
-    """An upper bound on the characters of a text for so many positions: all its tokens are the longest one."""
+    """An upper bound on the characters of a text that fits into the positions: as if every token were the longest."""
     if tokenizer not in _longest:
         _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
     return max(ALWAYS, positions * _longest[tokenizer])

@@ -115,7 +115,7 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
 
 
 def warn_without_effect(options: GenerateOptions) -> None:
-    """Warn of options that change nothing beside the others."""
+    """Warn of options that have no effect because of others."""
     for without_effect, names, why in (
         (options.greedy, ("top_p", "top_k", "min_p"), "at temperature 0: decoding is greedy"),
         (options.lossless, ("budget", "head_guard", "divergence", "fuzzy_within"),
@@ -130,8 +130,8 @@ def warn_without_effect(options: GenerateOptions) -> None:
 
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
-    """Warn if the threshold has no effect, also because the tree is too shallow for the rule's window; if no divergence
-    exceeds it; or if the divergence is infinite because the drafter does not have every token."""
+    """Warn if the threshold has no effect, for example because the tree is too shallow for the rule's window; if no
+    divergence can exceed it; or if the divergence is infinite because the drafter lacks some tokens."""
     drafted = isinstance(options.rule, FuzzyRule) or options.rule.mixes_draft
     if drafted and not options.lossless and (model.draft is None or rule is EXACT):
         log.warning("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,

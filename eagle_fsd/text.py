@@ -17,7 +17,7 @@ def token_difference(target: PreTrainedTokenizerBase, drafter: PreTrainedTokeniz
     vocabularies = target.get_vocab(), drafter.get_vocab()
     if vocabularies[0] == vocabularies[1]:
         return None
-    theirs, ours = ({number: token for token, number in each.items()} for each in vocabularies)
+    theirs, ours = ({number: token for token, number in tokens.items()} for tokens in vocabularies)
     number = min((number for number in theirs.keys() & ours.keys() if theirs[number] != ours[number]), default=None)
     return None if number is None else f"its token {number} is {ours[number]!r}, the target's is {theirs[number]!r}"
 

@@ -15,8 +15,9 @@ from transformers import GenerationConfig
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
-from eagle_fsd.api import with_options
+from eagle_fsd.api import CALL_KEYWORDS, Keywords, with_options
 from eagle_fsd.checks import OptionError
+from eagle_fsd.decoding.request import RequestParams
 from eagle_fsd.keywords import REPLACEMENTS, GenerateKeywords, LoadKeywords
 
 NAN, INF = math.nan, math.inf
@@ -228,6 +229,19 @@ def test_editors_and_help_list_every_option(options, keywords, beside, more, fun
             name: listed[name].default for name in static.keys() | beside}
     for name in static.keys() - more:
         assert re.search(rf"^ *{name}: ", functions[0].__doc__, re.MULTILINE), name
+
+
+def test_the_keywords_of_a_call_are_those_of_its_static_type():
+    listed = inspect.signature(eagle_fsd.generate).parameters
+    assert set(listed) - {"prompt", "model"} == set(Keywords.__annotations__)
+    assert set(CALL_KEYWORDS) == set(listed) - {"prompt", "model"} - set(GenerateKeywords.__annotations__)
+
+
+def test_parameters_of_a_request_have_the_defaults_of_the_options_that_they_resolve():
+    options = {field.name: field.default for field in fields(GenerateOptions)}
+    shared = {field.name: field.default for field in fields(RequestParams) if field.name in options}
+    del shared["max_new_tokens"], shared["seed"]  # each prompt has its own
+    assert shared == {name: options[name] for name in shared} and {"temperature", "budget", "tree"} <= set(shared)
 
 
 @pytest.mark.parametrize("given", [
