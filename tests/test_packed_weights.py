@@ -104,7 +104,7 @@ def test_stacked_weights_are_one_product(bias, monkeypatch):
     for layer in (module[1], stock[1]):
         layer.weight = nn.Parameter(torch.ones_like(layer.weight), requires_grad=False)
     check(2)
-    assert joined.stacked is None  # what was replaced is freed
+    assert joined.decided[1] is None  # what was replaced is freed
 
 
 @pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")
@@ -195,6 +195,9 @@ def test_what_leaves_the_model_is_a_stock_layer(form, way):
     expected = torch.cat([linear(rows, layer.weight, layer.bias) for layer in stock], -1)
     with torch.inference_mode():
         torch.testing.assert_close(joined(rows).bfloat16(), expected, rtol=0.05, atol=0.05)
+        if way != "state_dict":
+            copied = copy.deepcopy(joined) if way == "copy" else pickle.loads(pickle.dumps(joined))
+            assert copied.form is None and torch.equal(copied(rows), expected)
     assert weights_digest(stock) != "0"
 
 
