@@ -34,7 +34,7 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.models.linear import packed_form
+from eagle_fsd.models.linear import is_int8
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eval import study
@@ -347,7 +347,7 @@ def test_a_head_for_a_target_in_int8_learns_and_is_measured_with_it(place, monke
     target = load(place / "target", "int8", dtype="float32", trust_remote_code=False)
     write_features(target, Documents.load(place / "data"), place / "features-int8")
     run(place, "int8", features=place / "features-int8", quantization="int8", steps=4, eval_every=2, decode_prompts=0)
-    assert packed_form(loaded[0].model) == "int8"
+    assert is_int8(loaded[0].model)
     assert [each["step"] for each in records(place / "int8", "eval")] == [2, 4]
 
 
