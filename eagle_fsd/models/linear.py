@@ -432,6 +432,16 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
     return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module computes on: that of its weights, or the execution device of offloaded ones."""
+    if isinstance(module, PackedLinear):
+        return torch.device("cpu")
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
+
+
 def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
