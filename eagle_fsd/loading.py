@@ -22,10 +22,11 @@ from .keywords import LoadKeywords, lists_options
 from .load_options import LoadOptions
 from .locks import one_at_a_time
 from .models import GROUPED, STOCK
-from .models.linear import check_quantization
+from .models.causal_lm import CausalLM
+from .models.linear import check_quantization, device_of
 from .models.loading import check_device, convert_buffers, load_compact, load_target
 from .models.memory import MappedFiles, trim
-from .models.target import TargetModel, device_of
+from .models.target import TargetModel
 from .pair import EagleModel, check_once, check_sizes
 
 if TYPE_CHECKING:
@@ -148,21 +149,21 @@ def pack_early(
                     '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
 
 
-def set_attention(target: TargetModel, implementation: str | None) -> None:
+def set_attention(model: CausalLM, implementation: str | None) -> None:
     """Switch the model to the attention that the user asked for, or log why it cannot be used.
 
     Args:
         implementation: its name; None: the fastest one for the device that computes the same. The fused decoder has
             its own attention, so that None changes nothing there.
     """
-    config, level = target.config, logging.WARNING
-    stock = target.fused is None and target.device.type == "cpu"
+    config, level = model.config, logging.WARNING
+    stock = model.fused is None and model.device.type == "cpu"
     if implementation is None and stock and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         implementation, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO
     if implementation not in (None, *STOCK):
         try:
-            target.use_attention(implementation)
+            model.use_attention(implementation)
         except ValueError as error:
             log.log(level, "%s", error)
 

@@ -28,7 +28,9 @@ from .drafting.language_model import DraftModel
 from .drafting.sizing import Choice, Drafting, Pause, Sizing
 from .heads.eagle import DraftHead
 from .locks import Lock
+from .models.check import remember_check
 from .models.digest import weights_digest
+from .models.forward import read_structure
 from .models.linear import PackedLinear, check_quantization, packed_form
 from .models.memory import trim
 from .models.target import TargetModel
@@ -251,7 +253,7 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     path = cache_directory() / "checked" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         reason = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]
-        TargetModel(target, check=False).remember_check(fused, reason)
+        remember_check(target, fused, read_structure(target), reason)
         return
     reason = TargetModel(target, fused=fused).stock_reason
     with suppress(OSError):  # it will be checked again

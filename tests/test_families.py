@@ -56,7 +56,7 @@ def test_lossless(family):
     kinds = dict.fromkeys(getattr(target.config, "layer_types", None) or [])  # in the order of the layers
     layers = ", ".join(kind.removesuffix("_attention") for kind in kinds)
     reach = ""
-    masked = target.masked_layers
+    masked = target.current.masked_layers
     if masked.window or masked.chunk:
         assert_the_reach_matters(family, "sliding_window" if masked.window else "attention_chunk_size")
         reach = f"window of {masked.window}" if masked.window else f"chunks of {masked.chunk}"

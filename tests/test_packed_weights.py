@@ -104,7 +104,7 @@ def test_stacked_weights_are_one_product(bias, monkeypatch):
     for layer in (module[1], stock[1]):
         layer.weight = nn.Parameter(torch.ones_like(layer.weight), requires_grad=False)
     check(2)
-    assert joined.stacked is None  # what was replaced is freed
+    assert joined.decided[1] is None  # what was replaced is freed
 
 
 @pytest.mark.skipif(not has_half_kernels(), reason="torch without FBGEMM's kernels")
@@ -195,6 +195,9 @@ def test_what_leaves_the_model_is_a_stock_layer(form, way):
     expected = torch.cat([linear(rows, layer.weight, layer.bias) for layer in stock], -1)
     with torch.inference_mode():
         torch.testing.assert_close(joined(rows).bfloat16(), expected, rtol=0.05, atol=0.05)
+        if way != "state_dict":
+            copied = copy.deepcopy(joined) if way == "copy" else pickle.loads(pickle.dumps(joined))
+            assert copied.form is None and torch.equal(copied(rows), expected)
     assert weights_digest(stock) != "0"
 
 
@@ -415,7 +418,7 @@ class TestFloat32OverWeightsOf16Bits:
         first = eagle_fsd.load(target, head, **options)
         (file,) = (tmp_path / "cache" / "checked").iterdir()
         with monkeypatch.context() as context:
-            context.setattr("eagle_fsd.models.target.TreeCheck", lambda *_, **__: pytest.fail("checked again"))
+            context.setattr("eagle_fsd.models.causal_lm.TreeCheck", lambda *_, **__: pytest.fail("checked again"))
             pair = eagle_fsd.load(target, head, **options)
         assert stored == [torch.bfloat16] * 2 and pair.target.dtype == pair.target.model.dtype == torch.float32
         assert {weight.dtype for weight in pair.target.model.parameters()} == {torch.float32}
@@ -431,6 +434,6 @@ class TestFloat32OverWeightsOf16Bits:
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)
         eagle_fsd.save_head(tiny_head(tiny_target(vocab_size=40)), tmp_path / "other")
-        monkeypatch.setattr("eagle_fsd.models.target.pack_linears", lambda *_: pytest.fail("packed"))
+        monkeypatch.setattr("eagle_fsd.models.causal_lm.pack_linears", lambda *_: pytest.fail("packed"))
         with pytest.raises(ValueError, match="does not fit the target: its vocabulary size is 40"):
             eagle_fsd.load(target, tmp_path / "other", device="cpu", tree=None)

@@ -6,15 +6,16 @@ from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.growth import extend_draft
-from eagle_fsd.models import target as target_module
-from eagle_fsd.models.target import TargetModel, find_norm
+from eagle_fsd.models import causal_lm
+from eagle_fsd.models.forward import find_norm
+from eagle_fsd.models.target import TargetModel
 
 TREE = TreeConfig(8, 3, 2)
 
 
 @pytest.fixture
 def parts_of_five(monkeypatch):
-    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
+    monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama4_text", "deepseek_v3", "gpt2"])
@@ -23,7 +24,7 @@ def test_a_prompt_in_parts_gives_the_same_features(family, monkeypatch):
     target = TargetModel(tiny_target(family), check=False)
     tokens = torch.tensor([PROMPT * 2])
     whole = target.prefill(tokens, target.new_cache(30))
-    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
+    monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)
     cache = target.new_cache(30)
     torch.testing.assert_close(target.prefill(tokens, cache), whole, rtol=1e-4, atol=1e-4)
     assert cache.length == 24

@@ -426,5 +426,5 @@ def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> 
     elif drafter is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
         tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    drafts = drafter.readings if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
-    return (target.layers, target.readings, drafts, *map(version_of, tensors))
+    drafts = drafter.current if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
+    return (target.layers, target.current, drafts, *map(version_of, tensors))

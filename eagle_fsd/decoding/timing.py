@@ -25,6 +25,7 @@ from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
 from ..drafting.latency import Latency
 from ..drafting.sizing import Choice, Drafting
+from ..models.causal_lm import CausalLM
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from .decoder import Decoder
@@ -230,7 +231,7 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
              "computed_by": target.computed_by, "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
         facts |= {"head_dtype": str(drafter.dtype), "head_device": drafter.device.type}
-    if isinstance(drafter, TargetModel):
+    if isinstance(drafter, CausalLM):
         facts |= {"head_weights": packed_form(drafter.model) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {
         "device": device.type, "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..models.cache import BucketCache, TreeCache
+from ..models.causal_lm import prefill_part
 from ..models.masks import visible_keys
-from ..models.target import TargetModel, prefill_part
+from ..models.target import TargetModel
 from .config import TreeConfig
 from .coupling import Coupling
 from .curves import apply_curves, curve_segments

@@ -12,31 +12,31 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.cache import BucketCache, TreeCache
+from ..models.causal_lm import CausalLM
 from ..models.target import TargetModel
 from ..text import token_difference
 
 PADDING = 128  # rows by which one vocabulary may be padded further than another: Qwen2.5 has 151,936 or 152,064
 
 
-class DraftModel(TargetModel):
+class DraftModel(CausalLM):
     """A causal LM that drafts for a larger one with the same tokens: a `drafting.drafter.Drafter`.
 
     It reads the text alone, in a cache of its own. Its dtype, device and packing are its own as well.
 
     Args:
         tokenizer: compared with the target's; None: unknown.
-        fused, check: see `TargetModel`.
+        fused, check: see `CausalLM`.
 
     Attributes:
         max_positions: where a text is longer, nothing is drafted. With a rotary embedding of two kinds (Phi-3), the
             length of short texts.
 
     Raises:
-        ValueError: see `TargetModel`; a draft model has to compute trees, too.
+        ValueError: see `CausalLM`; a draft model has to compute trees, too.
     """
 
     kind, reads_features, draft_tokens = "causal LM", False, None
-    batch_invariant = False  # what it drafts is verified
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,

@@ -266,14 +266,18 @@ def _unpickle(layer: nn.Linear) -> nn.Linear:
 class Joined:
     """Linear layers with the same input, computed as one: [..., K] -> [..., N], their outputs concatenated.
 
+    `pack` and `stack` decide how. Every call looks the layers up, and if others have taken their places, it is decided
+    anew.
+
     Args:
-        places: (parent module, name) of each layer; every call looks the layer up.
+        places: (parent module, name) of each layer.
     """
 
     def __init__(self, *places: tuple[nn.Module, str]) -> None:
         self.places = places
         self.outputs = sum(layer.out_features for layer in self.layers)
-        self.stacked: tuple[Tensor, Tensor | None] | None = None  # weight [N, K] and bias [N], see `stack`
+        # The layers, and what computes all of them; None: each itself. Threads share it: it is replaced as a whole.
+        self.decided: tuple[list[nn.Module], Form | Stacked | None] = [], None
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -287,16 +291,23 @@ class Joined:
 
     def __call__(self, rows: Tensor) -> Tensor:
         layers = self.layers
-        packed = layers[0].packed if type(layers[0]) is PackedLinear else None
-        if packed is not None and packed.outputs == self.outputs:
-            if all([type(layer) is PackedLinear and layer.packed is packed for layer in layers[1:]]):
-                return packed(rows)
-        if (stacked := self.stacked) is not None:
-            if _are_parts(layers, stacked):
-                return nn.functional.linear(rows, *stacked)
-            self.stacked = None  # frees what has been replaced
+        decided_for, whole = self.decided
+        if layers != decided_for or type(whole) is Stacked and not whole.is_of(layers):
+            whole = self._packed(layers)
+            self.decided = layers, whole
+        if whole is not None:
+            return whole(rows)
         outputs = [layer(rows) for layer in layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def _packed(self, layers: Sequence[nn.Module]) -> Form | None:
+        """The packed weight of which these layers are the whole; None: there is none."""
+        forms = [layer.packed if type(layer) is PackedLinear else None for layer in layers]
+        alike = all(form is forms[0] for form in forms)
+        return forms[0] if alike and forms[0] is not None and forms[0].outputs == self.outputs else None
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"decided": ([], None)}  # a copy has layers of its own, which are not packed
 
     @torch.no_grad()
     def pack(self, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None) -> None:
@@ -327,28 +338,37 @@ class Joined:
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Make the layers' weights parts of one weight, so that their product is one kernel. The stock layers compute
-        as before; a layer whose weight is replaced afterwards is computed alone, with the others.
+        """Compute the layers as one kernel, see `Stacked`, if their weights have the same dtype and device.
 
         The largest group of layers exists twice for a moment.
         """
         layers = self.layers
         kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-        if len(layers) == 1 or len(kinds) > 1:
-            return
-        weight = _stacked([layer.weight for layer in layers])
-        self.stacked = weight, None if layers[0].bias is None else _stacked([layer.bias for layer in layers])
+        if len(layers) > 1 and len(kinds) == 1:
+            self.decided = layers, Stacked(layers)
 
 
-def _are_parts(layers: Sequence[nn.Module], stacked: tuple[Tensor, Tensor | None]) -> bool:
-    """Whether weights and biases of the layers are the parts of a stacked weight and bias, in this order."""
-    starts = [each.data_ptr() for each in stacked if each is not None]
-    for layer in layers:
-        own = [each for each in (layer.weight, layer.bias) if each is not None] if type(layer) is nn.Linear else []
-        if [each.data_ptr() for each in own] != starts:
-            return False
-        starts = [start + each.nbytes for start, each in zip(starts, own, strict=True)]
-    return True
+class Stacked:
+    """The weights of stock layers as parts of one weight, and their biases: their parameters are views of it from now
+    on, so that memory has them once. The layers compute as before.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.weight = _stacked([layer.weight for layer in layers])  # [N, K]
+        self.bias = None if layers[0].bias is None else _stacked([layer.bias for layer in layers])  # [N]
+        self.places = _places(layers)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+    def is_of(self, layers: Sequence[nn.Linear]) -> bool:
+        """Whether the layers still have these weights, and not others in their place, converted or moved ones."""
+        return _places(layers) == self.places
+
+
+def _places(layers: Sequence[nn.Linear]) -> list[int]:
+    """Addresses of weights and biases."""
+    return [each.data_ptr() for layer in layers for each in (layer.weight, layer.bias) if each is not None]
 
 
 def _stacked(parts: Sequence[nn.Parameter]) -> Tensor:
@@ -410,6 +430,16 @@ def _is_plain(layer: nn.Module) -> bool:
 def dtype_of(layer: nn.Module) -> torch.dtype:
     """The input dtype of a linear layer, without unpacking its weight."""
     return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module computes on: that of its weights, or the execution device of offloaded ones."""
+    if isinstance(module, PackedLinear):
+        return torch.device("cpu")
+    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    weight = next(first.parameters(recurse=False))
+    hook = getattr(first, "_hf_hook", None)
+    return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
 
 
 def packed_form(module: nn.Module) -> str | None:

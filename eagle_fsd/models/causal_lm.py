@@ -1,0 +1,317 @@
+"""Adapter over any causal LM of `transformers`: forwards of texts and trees, logits, caches, packed weights.
+
+B batch, N tokens of a forward, L prefix length, D hidden size, F width of the features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..locks import Lock
+from .attention import turn_off_cudnn
+from .cache import BucketCache, TreeCache
+from .check import TreeCheck, check_config, remember_check, remembered_checks
+from .digest import weights_digest
+from .forward import Forward, computed_dtype, counts_positions, read_structure, text_config, vocab_size_of
+from .fused import FusedDecoder
+from .linear import device_of, is_int8, pack_linears
+from .memory import MappedFiles, copy_from_files
+
+log = logging.getLogger(__name__)
+
+PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward, which bounds the activations' memory
+
+
+class CausalLM:
+    """A stock causal LM with tree verification: features = last hidden state, logits = lm_head(features).
+
+    Its `Forward` computes the features. A model on CUDA turns off cuDNN's attention for the whole process, see
+    `attention.turn_off_cudnn`.
+
+    Args:
+        fused: use `FusedDecoder` where it computes the same logits, else the stock decoder.
+        check: compare the logits of a tree with the model's own, unless this model has passed before, as it is.
+
+    Attributes:
+        batch_invariant: see `FusedDecoder`.
+        layers: whose input hidden states the features begin with, see `TargetModel`.
+
+    Raises:
+        ValueError: the model cannot verify a tree: its cache cannot be rolled back, its attention implementation takes
+            no arbitrary mask, or its logits of a tree are not finite or differ from its own forward's.
+    """
+
+    batch_invariant = False  # what a drafter computes is verified
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
+        self.model = model.eval()
+        self.config = config = text_config(model)
+        check_config(model, config)
+        self.hidden_size: int = config.hidden_size
+        # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them, all before the sampling temperature.
+        self.scale: float = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.short_limit: int | None = (
+            rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+        )
+        # In these types, keys depend on the last position of the forward.
+        self.splits_prefill: bool = rope.get("rope_type") not in ("longrope", "dynamic")
+        self.positions_from_cache = counts_positions(config)
+        if any(weight.is_cuda for weight in model.parameters()):
+            turn_off_cudnn()
+        self.wants_fused, self._reading = fused, Lock()
+        self.current = self._read(check)  # replaced as a whole, never changed: other threads compute with it
+
+    # The model as it is -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Read the model again if modules, their forwards or hooks, the attention or the vocabulary have changed since.
+
+        Raises:
+            ValueError: see `CausalLM`.
+        """
+        with self._reading:
+            if self.current.structure != read_structure(self.model):
+                check_config(self.model, self.config)
+                self.current = self._read(check=True)
+
+    def _read(self, check: bool) -> Forward:
+        """The forward of the model as it is, by `FusedDecoder` if that is wanted and computes the same."""
+        model, structure, wanted, forward = self.model, read_structure(self.model), self.wants_fused, None
+        reason, tree_check = None if wanted else "it was not requested", None
+        passed = remembered_checks(model) if check else {}
+        if (wanted, structure) in passed:
+            reason = passed[wanted, structure]
+        elif check and is_int8(model):  # two forwards differ by more than the check tolerates
+            reason = "it has changed since it was packed as int8"
+        elif check:
+            tree_check = self._tree_check()
+        if reason is None:
+            try:
+                forward = Forward(model, structure, None, batch_invariant=self.batch_invariant)
+                self._compare(tree_check, forward)
+            except Exception as error:  # a kernel can raise any exception
+                forward, reason = None, str(error)
+                log.info("%s uses its stock decoder: %s", type(model).__name__, error)
+        if forward is None:
+            forward = Forward(model, structure, reason)
+            try:
+                self._compare(tree_check, forward)
+            except ValueError as error:
+                raise ValueError(
+                    f"{type(model).__name__} is not supported: {error}; a target's logits must be lm_head(last hidden "
+                    "state) with a scale and a softcap, and depend on no more than the positions and keys that a tree "
+                    "mask shows") from error
+        if check:
+            remember_check(model, wanted, structure, reason)
+        return forward
+
+    def use_attention(self, implementation: str) -> None:
+        """Switch the stock decoder to another attention implementation if the logits stay the same.
+
+        Raises:
+            ValueError: the logits differ, or the model's class cannot select its attention by name. The model stays as
+                it was.
+        """
+        before = self.config._attn_implementation
+        try:
+            tree_check = self._tree_check()
+            self.model.set_attn_implementation(implementation)
+            if self.config._attn_implementation != implementation:
+                raise ValueError("its class cannot select its attention by name")
+            forward = Forward(self.model, read_structure(self.model), f"{implementation} was requested")
+            self._compare(tree_check, forward)
+            self.wants_fused, self.current = False, forward
+        except Exception as error:  # a kernel can raise any exception
+            self.model.set_attn_implementation(before)
+            model = type(self.model).__name__
+            raise ValueError(f"{model} keeps attention {before}, because {implementation} fails: {error}") from error
+
+    def _tree_check(self) -> TreeCheck:
+        rows = 1 if self.positions_from_cache else 2
+        return TreeCheck(self.model, self.vocab_size, rows=rows, device=self.device, dtype=self.dtype)
+
+    def _compare(self, tree_check: TreeCheck | None, forward: Forward) -> None:
+        """Run the check, if there is one, on another forward than the current one."""
+        if tree_check is not None:
+            other = copy.copy(self)
+            other.current = forward
+            tree_check.compare(other._tree_logits)
+
+    @torch.inference_mode()
+    def _tree_logits(
+        self,
+        texts: Tensor,  # [B, L]
+        lengths: Sequence[int],  # tokens of each row before the tree
+        trees: Tensor,  # [B, N]
+        ancestors: Tensor,  # [N, N] bool
+    ) -> Tensor:  # [B, N, V]
+        """Logits of a tree by `prefill` and `verify`."""
+        cache = self.new_cache(texts.shape[1] + trees.shape[1], len(texts))
+        self.prefill(texts, cache)
+        cache.commit([0] * len(texts), [range(length) for length in lengths])
+        ancestors = ancestors.to(self.device).expand(len(texts), -1, -1)
+        positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
+        return self.logits(self.verify(trees, positions, ancestors, cache))
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.current.decoder
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        return self.current.layers
+
+    @property
+    def fused(self) -> FusedDecoder | None:
+        return self.current.fused
+
+    @property
+    def stock_reason(self) -> str | None:
+        """Why the stock decoder computes; None: `fused` does."""
+        return self.current.stock_reason
+
+    @property
+    def computed_by(self) -> str:
+        """The implementation of its forwards, for records."""
+        return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_reason})"
+
+    def pack(self, form: str | None, dtype: torch.dtype | None = None) -> None:
+        """Replace plain linear layers on a CPU by packed ones, see `models.linear`.
+
+        Args:
+            dtype: the model computes in it from now on (only right after loading); None: keep the weights' own dtype.
+        """
+        self.model.original_digest = weights_digest(self.model)
+        files = MappedFiles()
+        for weight in self.model.parameters() if dtype is not None else ():
+            files.release(weight)  # the digest has read a few numbers, and the system has mapped many pages around each
+        copy_from_files(self.model, files, skip=nn.Linear)  # first, because a linear layer can share a tied weight
+        groups = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
+        pack_linears(self.model, form, files, dtype, groups)
+        copy_from_files(self.model, files, dtype=dtype)
+
+    # Parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return vocab_size_of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the token embeddings."""
+        return device_of(self.embed_tokens)
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of features, logits and the draft head; with a `device_map` often not `device`."""
+        return device_of(self.lm_head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return computed_dtype(self.model)
+
+    def digest(self) -> str:
+        """An identifier of the model, independent of its dtype: class, sizes and a sample of the weights."""
+        return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
+
+    def position_limit(self, length: int) -> int | None:
+        """The number of positions up to which a text of this length can grow; None: no limit.
+
+        With the rotary embedding of Phi-3, the keys of a long text differ from those of a short one from the first
+        token on: a cache is valid for texts that stay short and for texts that begin long.
+        """
+        short = self.short_limit is not None and length <= self.short_limit
+        return self.short_limit if short else self.max_positions
+
+    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, spare)
+
+    # Forwards -----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor | None,  # [B, N]; None: the next ones in the cache
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
+        cache: TreeCache,  # the keys and values of the tokens are appended
+    ) -> Tensor:  # [B, N, F]
+        """The forward of `prefill` and `verify`.
+
+        To replace it, assign a callable of this signature. `DraftHead.forward` can be replaced in the same way. Cycles
+        of a replaced forward are not captured (`captured.cycle`).
+        """
+        return self.current(tokens, positions, ancestors, cache, self.layers)
+
+    def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
+        """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
+        most = prefill_part(self.device) if self.splits_prefill else tokens.shape[1]
+        return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(most, 1)], 1)
+
+    def verify(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor,  # [B, N]
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
+        cache: TreeCache,
+    ) -> Tensor:  # [B, N, F]
+        """Features of tree nodes, whose keys and values are appended to the cache in node order."""
+        prefix = cache.length
+        limit = self.position_limit(prefix)
+        if limit is not None:  # nodes beyond the last position are never emitted, but need a valid one
+            positions = positions.clamp_max(limit - 1)
+        if self.positions_from_cache:
+            cache.position_offset = positions[0] - prefix - torch.arange(positions.shape[1], device=positions.device)
+        features = self.forward(tokens, positions, ancestors, cache)
+        cache.position_offset = 0
+        return features
+
+    def compute(
+        self,
+        tokens: Tensor,  # [B, N]
+        positions: Tensor,  # [B, N]
+        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `fused.attention_over`
+        cache: BucketCache,
+    ) -> Tensor:  # [B, N, F]
+        """`verify` by the fused decoder for captured cycles: nothing depends on a length that the host knows."""
+        if self.max_positions is not None:  # as in `verify`
+            positions = positions.clamp_max(self.max_positions - 1)
+        return self.fused.compute(tokens, positions, 0, attend, cache, self.layers)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""
+        return output_logits(self.lm_head, features[..., -self.hidden_size :], self.scale, self.softcap)
+
+
+def prefill_part(device: torch.device) -> int:
+    """The number of positions of a prompt in one forward."""
+    return PREFILL.get(device.type, PREFILL["cuda"])
+
+
+def output_logits(
+    lm_head: Callable[[Tensor], Tensor], features: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """[..., D] -> [..., V] in float32, scaled and capped."""
+    logits = lm_head(features).float()
+    if scale != 1:
+        logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
