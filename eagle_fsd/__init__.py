@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .lazy import lazy_names
+from .utils.lazy import lazy_names
 
 __version__ = "0.4.0"
 
@@ -53,10 +53,10 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .heads.checkpoint import load_head, save_head
     from .heads.eagle import DraftHead
     from .hf import custom_generate
-    from .load_options import LoadOptions
-    from .loading import load
-    from .options import GenerateOptions
-    from .pair import EagleModel
+    from .loading.load import load
+    from .loading.pair import EagleModel
+    from .options.generate import GenerateOptions
+    from .options.load import LoadOptions
 else:
     __getattr__, __dir__ = lazy_names(__name__, {
         **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"),
@@ -68,10 +68,10 @@ else:
         **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
         "DraftHead": "heads.eagle",
         "custom_generate": "hf",
-        "LoadOptions": "load_options",
-        "load": "loading",
-        "GenerateOptions": "options",
-        "EagleModel": "pair",
+        "LoadOptions": "options.load",
+        "load": "loading.load",
+        "GenerateOptions": "options.generate",
+        "EagleModel": "loading.pair",
         "Engine": "batching.engine",
         **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
         "DraftModel": "drafting.language_model",

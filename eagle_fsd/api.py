@@ -16,13 +16,13 @@ from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
 from .drafting.tree import DraftTree
-from .keywords import GenerateKeywords, lists_options
-from .loading import default_model
-from .options import OF_ONE_PROMPT, GenerateOptions, from_generate
-from .pair import EagleModel
-from .prompts import encode_prompts
-from .requests import make_requests
-from .text import answer_text
+from .inputs.prompts import encode_prompts
+from .inputs.requests import make_requests
+from .loading.load import default_model
+from .loading.pair import EagleModel
+from .options.generate import OF_ONE_PROMPT, GenerateOptions, from_generate
+from .options.keywords import GenerateKeywords, lists_options
+from .utils.text import answer_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

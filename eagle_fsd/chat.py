@@ -10,11 +10,11 @@ from torch import Tensor
 from .api import CALL_KEYWORDS, Keywords, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
-from .keywords import GenerateKeywords, lists_options
-from .loading import default_model
-from .locks import Lock
-from .options import GenerateOptions
-from .pair import EagleModel
+from .loading.load import default_model
+from .loading.pair import EagleModel
+from .options.generate import GenerateOptions
+from .options.keywords import GenerateKeywords, lists_options
+from .utils.locks import Lock
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -27,12 +27,12 @@ from .decoding.processing import processors_of_row
 from .drafting.language_model import DraftModel
 from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
-from .keywords import GenerateKeywords, lists_options
+from .inputs.prompts import check_ids
+from .inputs.requests import make_requests
+from .loading.pair import EagleModel
 from .models.loading import load_target
-from .options import GenerateOptions, as_list
-from .pair import EagleModel
-from .prompts import check_ids
-from .requests import make_requests
+from .options.generate import GenerateOptions, as_list
+from .options.keywords import GenerateKeywords, lists_options
 
 # Keyword arguments that `model.generate` passes on and that do not affect the text.
 NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")

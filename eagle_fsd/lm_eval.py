@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .drafting.config import TreeConfig
 from .hf import custom_generate
-from .load_options import LoadOptions
-from .loading import load
-from .options import GenerateOptions
+from .loading.load import load
+from .options.generate import GenerateOptions
+from .options.load import LoadOptions
 
 try:
     from lm_eval.api.registry import register_model

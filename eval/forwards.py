@@ -43,14 +43,14 @@ from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Choice, Drafting
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.linear import Int8, is_int8, pack_linears, packed_form
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.models.memory import MappedFiles
-from eagle_fsd.options import GenerateOptions
-from eagle_fsd.requests import make_requests
+from eagle_fsd.options.generate import GenerateOptions
 from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 from eval.plots import plot_forwards

@@ -24,14 +24,14 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
-from eagle_fsd.loading import load
+from eagle_fsd.inputs.prompts import encode_prompt
+from eagle_fsd.loading.load import load
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.comparison import digest_of
 from eagle_fsd.measure.records import bullets, decimals, markdown, percent, shown, with_span, write_record
 from eagle_fsd.measure.settings import EXACT, QuestionOptions
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
 
 

@@ -35,14 +35,14 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.decoder import Session
 from eagle_fsd.decoding.output import Output
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.inputs.prompts import encode_prompt
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.models.linear import Int8, is_int8, packed_form
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens at a position are pooled

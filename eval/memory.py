@@ -52,8 +52,8 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
     import torch
 
     import eagle_fsd
+    from eagle_fsd.loading.pair import parameter_count, weights_of
     from eagle_fsd.measure.methods import pair_text
-    from eagle_fsd.pair import parameter_count, weights_of
 
     eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
     before = status("VmRSS")

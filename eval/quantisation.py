@@ -25,14 +25,14 @@ from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import choose_questions
+from eagle_fsd.inputs.prompts import encode_prompt
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.comparison import compare, store
 from eagle_fsd.measure.grading import CODE_END, check_gradable
 from eagle_fsd.measure.methods import Method, described, engine
 from eagle_fsd.measure.records import markdown
 from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
 from eval.forwards import rotated_by
 from eval.likelihood import log_probs

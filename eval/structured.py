@@ -29,10 +29,10 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.grammar import Grammar
+from eagle_fsd.inputs.prompts import encode_prompt
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt
 from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
 

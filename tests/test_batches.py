@@ -11,7 +11,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
-from eagle_fsd.requests import make_requests
+from eagle_fsd.inputs.requests import make_requests
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 

@@ -31,8 +31,8 @@ from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Choice, Drafting
-from eagle_fsd.options import GenerateOptions
-from eagle_fsd.requests import make_requests
+from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.options.generate import GenerateOptions
 
 TREE, CHAIN = TreeConfig(12, 3, 3), TreeConfig(16, 15, 1)
 RULES = {

@@ -11,8 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
 from eagle_fsd.drafting.sizing import Choice
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompt, render_chat
+from eagle_fsd.inputs.prompts import encode_prompt, render_chat
+from eagle_fsd.loading.pair import EagleModel
 
 TREE = TreeConfig(16, 5, 4)
 SAID = ("hello there.", "and now.", "what else")

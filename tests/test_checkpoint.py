@@ -12,7 +12,7 @@ from tiny import HIDDEN, PROMPT, VOCAB, tiny_head, tiny_target
 from eagle_fsd import load, load_head, save_head
 from eagle_fsd.heads.checkpoint import copy_head, is_causal_lm
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.loading.pair import EagleModel
 
 KEYS = {
     "embed_tokens.weight",

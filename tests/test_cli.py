@@ -14,8 +14,8 @@ import eagle_fsd
 from eagle_fsd import TreeConfig
 from eagle_fsd.cli import COMMANDS, main, parse
 from eagle_fsd.cli.heads import HeadsCommand
-from eagle_fsd.load_options import LoadOptions
-from eagle_fsd.options import GenerateOptions
+from eagle_fsd.options.generate import GenerateOptions
+from eagle_fsd.options.load import LoadOptions
 
 ROOT = Path(__file__).parents[1]
 

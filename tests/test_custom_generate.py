@@ -23,8 +23,8 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, hf
 from eagle_fsd.captured.capture import uncollected
 from eagle_fsd.captured.cycle import CapturedCycles
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.cache import cache_name
-from eagle_fsd.pair import EagleModel
 
 IDS = torch.tensor([PROMPT])
 HUB = Path(__file__).parents[1] / "hub"

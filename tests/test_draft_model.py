@@ -26,7 +26,7 @@ from eagle_fsd.drafting.growth import extend_draft
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Choice, Drafting, Sizing
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.loading.pair import EagleModel
 
 TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)
 ALONE = {"acceptance": "exact", "text_drafts": "off"}
@@ -243,7 +243,7 @@ def test_levels_are_measured(pair, monkeypatch):
     assert len({str(timing.circumstances(pair.target, pair.draft)), *others}) == 3
     sized = EagleModel(pair.target, pair.draft)
     sized.sizing = Sizing(latency, None, 32)
-    monkeypatch.setattr("eagle_fsd.pair.known_latency", lambda *parts: latency)
+    monkeypatch.setattr("eagle_fsd.loading.pair.known_latency", lambda *parts: latency)
     sized.size_cycles()
     assert sized.sizing.curves == default_curves(reads_features=False) != default_curves()
     for prompt in PROMPTS[:2]:

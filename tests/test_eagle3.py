@@ -18,8 +18,8 @@ from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.heads.llama_cpp import unsupported
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
 
 LAYERS = 8  # of the targets, so that the default layers exist: 2, 4 and 5
 NEW = 16

@@ -18,12 +18,12 @@ from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import converse
 from eagle_fsd.decoding import timing
 from eagle_fsd.drafting.curves import WIDE_TREE
+from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.measure import comparison, records
 from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.measure.settings import ComparisonOptions
-from eagle_fsd.prompts import encode_prompt
 from eval import benchmark, forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)

@@ -13,7 +13,7 @@ from test_lossless import WIDE, alone, assert_nodes_are_verified_like_their_path
 from tiny import FAMILIES, PROMPT, REFUSED, tiny_config, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING
 
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.loading.pair import EagleModel
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 NEW = 16  # with the prompt more than three times the windows

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.check import TreeCheck
 from eagle_fsd.models.fused import (
     FusedDecoder,
@@ -19,7 +20,6 @@ from eagle_fsd.models.fused import (
 )
 from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
 
 SERVED = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}, "smollm3": {}, "seed_oss": {}, "granite": {},
           "llama yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,

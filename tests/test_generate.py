@@ -18,8 +18,8 @@ from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Sizing
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.prompts import encode_prompts
+from eagle_fsd.inputs.prompts import encode_prompts
+from eagle_fsd.loading.pair import EagleModel
 
 TREE = TreeConfig(16, 5, 4)
 SAMPLED = {"temperature": 1.0, "seed": 3}

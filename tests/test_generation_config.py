@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import eagle_fsd
-from eagle_fsd.prompts import ChatTokens, encode_prompt, end_of_turn
+from eagle_fsd.inputs.prompts import ChatTokens, encode_prompt, end_of_turn
 from eagle_fsd.serve.protocol import ChatRequest
 
 NEW = 24

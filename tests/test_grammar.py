@@ -58,7 +58,7 @@ def test_the_tokens_are_those_of_plain_decoding_and_forced_ones_are_drafted(pair
         assert undrafted.token_ids == plain.token_ids and undrafted.stats.proposed.total() == 0
         assert undrafted.stats.undrafted == undrafted.stats.target_forwards > found.stats.undrafted
     else:
-        alone = eagle_fsd.pair.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
+        alone = eagle_fsd.loading.pair.EagleModel.from_parts(pair.target.model, None, pair.tokenizer)
         found = generate(alone if drafts == "no head" else pair, PERSON, temperature=temperature,
                          text_drafts="off" if drafts == "no text" else "auto")
     assert found.token_ids == plain.token_ids

@@ -20,8 +20,8 @@ import eagle_fsd
 from eagle_fsd import TextDrafts, TreeConfig
 from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.drafting.tree import ancestors_of
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.pair import EagleModel
 
 NEW = 28
 TREE, WIDE, CHAIN, DEEP = TreeConfig(12, 4, 3), TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3)

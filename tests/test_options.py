@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
 from eagle_fsd.api import CALL_KEYWORDS, Keywords, with_options
-from eagle_fsd.checks import OptionError
 from eagle_fsd.decoding.request import RequestParams
-from eagle_fsd.keywords import REPLACEMENTS, GenerateKeywords, LoadKeywords
+from eagle_fsd.options.keywords import REPLACEMENTS, GenerateKeywords, LoadKeywords
+from eagle_fsd.utils.checks import OptionError
 
 NAN, INF = math.nan, math.inf
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.models.linear import (
     Half,
@@ -34,7 +35,6 @@ from eagle_fsd.models.linear import (
 )
 from eagle_fsd.models.loading import cpu_dtype, load_target
 from eagle_fsd.models.memory import MappedFiles
-from eagle_fsd.pair import EagleModel
 
 OWN = choose_form(torch.zeros(8, 8).bfloat16(), None) if torch.backends.mkldnn.is_available() else None
 pytestmark = pytest.mark.skipif(OWN is None, reason="no packed form of bfloat16 weights here")

@@ -10,7 +10,7 @@ import torch
 
 import eagle_fsd
 from eagle_fsd.api import decode_requests
-from eagle_fsd.requests import make_requests
+from eagle_fsd.inputs.requests import make_requests
 
 TESTS = Path(__file__).parent
 RECORD = json.loads(lzma.decompress((TESTS / "recorded" / "small.json.xz").read_bytes()))

@@ -62,7 +62,7 @@ def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, 
     request.addfinalizer(functools.partial(root.setLevel, root.level))
     monkeypatch.setattr(root, "handlers", [])
     set_up_logging()
-    for name in ("eagle_fsd.requests", "eagle_fsd.engine"):
+    for name in ("eagle_fsd.inputs.requests", "eagle_fsd.engine"):
         logging.getLogger(name).warning("by %s", name)
     assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import eagle_fsd
 from eagle_fsd.batching.tickets import Piece
-from eagle_fsd.prompts import render_chat
+from eagle_fsd.inputs.prompts import render_chat
 from eagle_fsd.serve.answers import by_text, speller
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions

@@ -17,11 +17,11 @@ from eagle_fsd.decoding.decoder import Session
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.check import TreeCheck
 from eagle_fsd.models.fused import Norm
 from eagle_fsd.models.linear import has_half_kernels, packed_form
 from eagle_fsd.models.loading import convert_buffers
-from eagle_fsd.pair import EagleModel
 
 IDS, TREE, NEW = torch.tensor([PROMPT]), TreeConfig(8, 3, 2), 12
 
@@ -149,8 +149,8 @@ def test_decoding_while_transformers_loads_in_another_thread(options):
 
 def test_the_default_pair_is_loaded_once(monkeypatch):
     loaded = []
-    monkeypatch.setattr(eagle_fsd.loading, "load", lambda: loaded.append(object()) or loaded[-1])
-    default_model = eagle_fsd.loading.default_model
+    monkeypatch.setattr(eagle_fsd.loading.load, "load", lambda: loaded.append(object()) or loaded[-1])
+    default_model = eagle_fsd.loading.load.default_model
     default_model.__wrapped__.cache_clear()
     assert at_once(*3 * [default_model], times=1) == 3 * [loaded] and len(loaded) == 1
     default_model.__wrapped__.cache_clear()

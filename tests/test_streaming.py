@@ -11,7 +11,7 @@ from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, Tex
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate
-from eagle_fsd.text import GrowingText, StopStrings, StreamedText, answer_text
+from eagle_fsd.utils.text import GrowingText, StopStrings, StreamedText, answer_text
 
 TIMEOUT = 30  # seconds, so that a reader that is left waiting fails
 SKIP = {"skip_prompt": True, "skip_special_tokens": True}

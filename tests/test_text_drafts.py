@@ -41,8 +41,8 @@ from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
 from eagle_fsd.drafting.tree import root_only
-from eagle_fsd.pair import EagleModel
-from eagle_fsd.requests import make_requests
+from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.loading.pair import EagleModel
 
 TREE = TreeConfig(12, 4, 3)
 # The index --------------------------------------------------------------------------------------------------------

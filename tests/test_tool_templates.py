@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_pair, tiny_tokenizer
 
 from eagle_fsd.batching.tickets import Piece
-from eagle_fsd.prompts import encode_prompt
+from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.serve.tools import CallSplitter
 
 CALLS = (

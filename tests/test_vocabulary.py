@@ -27,8 +27,8 @@ from eagle_fsd.heads.checkpoint import TOKEN_MAP, copy_head, save_token_map
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.heads.vocabulary import BLOCK, TokenCounts, count_tokens
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import weights_digest
-from eagle_fsd.pair import EagleModel
 
 OUTSIDE = sorted({*range(VOCAB)} - {*NAMED})
 WIDE = TreeConfig(16, 5, 4)

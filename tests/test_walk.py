@@ -16,7 +16,7 @@ from eagle_fsd.acceptance import Nodes, TokenWeights, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.drafting.sizing import Choice, Drafting
-from eagle_fsd.requests import make_requests
+from eagle_fsd.inputs.requests import make_requests
 
 VOCAB, TREE = 11, eagle_fsd.TreeConfig(8, 3, 3)
 

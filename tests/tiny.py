@@ -17,7 +17,7 @@ from transformers import (
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.loading.pair import EagleModel
 
 VOCAB, HIDDEN = 32, 16
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

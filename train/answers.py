@@ -31,9 +31,9 @@ from eagle_fsd.data.encoding import ANYTHING, render
 from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.request import Request
+from eagle_fsd.inputs.prompts import ChatTokens, end_of_turn
+from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.statistics import repetition
-from eagle_fsd.prompts import ChatTokens, end_of_turn
-from eagle_fsd.requests import make_requests
 
 log = logging.getLogger(__name__)
 

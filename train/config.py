@@ -8,9 +8,9 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from eagle_fsd.checks import check_choice, require_integer, require_number
 from eagle_fsd.cli.arguments import Tree
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.utils.checks import check_choice, require_integer, require_number
 
 from .objectives import OBJECTIVES, Objective, make_objective, objective_text
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from eagle_fsd.checks import require_integer, require_number
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.unrolling import unroll
+from eagle_fsd.utils.checks import require_integer, require_number
 
 MOST_STEPS = 32  # each step needs the memory of one more forward pass
 

@@ -21,7 +21,6 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import eagle_fsd
-from eagle_fsd.checks import check_interval, require_number
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
@@ -32,10 +31,11 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.data.sources import is_hub_id
 from eagle_fsd.heads.catalogue import default_target
-from eagle_fsd.loading import set_attention
+from eagle_fsd.loading.load import set_attention
+from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import generation_digest, tokenizer_digests
 from eagle_fsd.models.loading import check_dtype, load_target
-from eagle_fsd.pair import EagleModel
+from eagle_fsd.utils.checks import check_interval, require_number
 
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 from .teacher import target_digest

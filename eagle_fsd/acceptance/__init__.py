@@ -6,7 +6,7 @@ A rule is a frozen dataclass with a `threshold`. At each level of the walk it ge
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazy_names
+from ..utils.lazy import lazy_names
 
 RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "exact": "Exact",

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..checks import require_integer
+from ..utils.checks import require_integer
 from .nodes import Nodes
 from .rule import GatingRule
 

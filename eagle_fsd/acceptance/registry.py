@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from importlib import import_module
 
-from ..checks import OptionError
+from ..utils.checks import OptionError
 from . import RULE_CLASSES
 from .rule import Custom, Rule
 

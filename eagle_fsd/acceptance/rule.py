@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import check_interval
 from ..drafting.coupling import NOISE_WEIGHT
+from ..utils.checks import check_interval
 from .nodes import Nodes, TokenWeights, Weights
 
 HEAD_GUARD = 0.7  # default of gating rules, which would else accept tokens of any probability (docs/fuzzy.md)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessor
 
 from ..api import with_options
-from ..checks import OptionError, require_integer
 from ..drafting.config import TreeConfig
-from ..keywords import GenerateKeywords, lists_options
-from ..options import GenerateOptions
-from ..pair import EagleModel
-from ..prompts import encode_prompt
-from ..requests import make_requests
+from ..inputs.prompts import encode_prompt
+from ..inputs.requests import make_requests
+from ..loading.pair import EagleModel
+from ..options.generate import GenerateOptions
+from ..options.keywords import GenerateKeywords, lists_options
+from ..utils.checks import OptionError, require_integer
 from .loop import Loop
 from .rows import EngineStats, Rows
 from .tickets import Ticket

@@ -26,7 +26,7 @@ from ..drafting.copies import MOST_NODES
 from ..drafting.growth import extend_draft
 from ..drafting.sizing import Choice, Drafting
 from ..drafting.tree import ORIGINS
-from ..pair import EagleModel
+from ..loading.pair import EagleModel
 from .prefixes import Prefixes
 from .remembered import Remembered
 from .tickets import Ticket

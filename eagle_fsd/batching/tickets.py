@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..decoding.output import Output, Receipt
 from ..decoding.request import Request
-from ..text import StreamedText, answer_text
+from ..utils.text import StreamedText, answer_text
 
 
 class QueueFull(RuntimeError):

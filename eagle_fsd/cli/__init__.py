@@ -9,9 +9,9 @@ from typing import Annotated, Union
 
 import tyro
 
-from ..keywords import REPLACEMENTS
-from ..load_options import LoadOptions
-from ..options import GenerateOptions
+from ..options.generate import GenerateOptions
+from ..options.keywords import REPLACEMENTS
+from ..options.load import LoadOptions
 from .arguments import parse_options
 from .cache import CacheCommand
 from .calibrate import CalibrateCommand

@@ -19,12 +19,12 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from ..acceptance import RULE_CLASSES
 from ..drafting.config import TreeConfig, parse_tree
-from ..load_options import LoadOptions
 from ..models import IMPLEMENTATIONS
-from ..options import GenerateOptions
+from ..options.generate import GenerateOptions
+from ..options.load import LoadOptions
 
 if TYPE_CHECKING:
-    from ..pair import EagleModel
+    from ..loading.pair import EagleModel
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class Loading(LoadOptions):
         Args:
             tree: of all requests, so that latencies are not measured; None: chosen by them.
         """
-        from ..loading import load
+        from ..loading.load import load
 
         return load(**vars(self) | ({} if tree is None else {"tree": tree}))
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from ..checks import require_number
 from ..measure.settings import EXACT, CalibrationOptions, QuestionOptions, read_settings
+from ..utils.checks import require_number
 from .arguments import Loading, Tree
 from .exits import check_counts
 

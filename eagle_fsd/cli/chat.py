@@ -135,7 +135,7 @@ class Terminal:
         print(f"written to {name}")
 
     def load(self, name: str) -> None:
-        from ..prompts import encode_prompt
+        from ..inputs.prompts import encode_prompt
 
         saved = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
         messages = saved.get("messages") if isinstance(saved, dict) else None

@@ -43,7 +43,7 @@ class DemoCommand:
         import torch
 
         from ..measure.methods import engine, hf_generate
-        from ..options import GenerateOptions
+        from ..options.generate import GenerateOptions
 
         fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
         GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # raises before the models are loaded

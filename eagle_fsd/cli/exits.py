@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..checks import require_integer
+from ..utils.checks import require_integer
 
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:

@@ -69,7 +69,7 @@ class ServeCommand:
 def set_up_logging() -> None:
     """Log to stderr, without warnings about decoding options, which would repeat for every request."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name != "eagle_fsd.requests")
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name != "eagle_fsd.inputs.requests")
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 

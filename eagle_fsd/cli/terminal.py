@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..text import StreamedText
+from ..utils.text import StreamedText
 
 if TYPE_CHECKING:
     import torch

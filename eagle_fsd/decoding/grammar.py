@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from ..checks import OptionError
 from ..drafting.copies import Copies, forced_copies
+from ..utils.checks import OptionError
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")

@@ -35,12 +35,12 @@ from transformers.generation.logits_process import (
 )
 
 from ..acceptance import Rule
-from ..checks import check_functions
 from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
-from ..options import FOLLOWED, GenerateOptions
+from ..options.generate import FOLLOWED, GenerateOptions
+from ..utils.checks import check_functions
 from .grammar import Grammar
 from .request import Request
 

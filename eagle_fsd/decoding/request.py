@@ -18,8 +18,8 @@ from ..drafting.copies import Copies, TextSource
 from ..drafting.coupling import couple_copies
 from ..drafting.sizing import Leniency
 from ..models.target import TargetModel
-from ..options import RuleAtTemperature
-from ..text import StopStrings
+from ..options.generate import RuleAtTemperature
+from ..utils.text import StopStrings
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..checks import require_integer, require_number
+from ..utils.checks import require_integer, require_number
 
 
 @dataclass(frozen=True)

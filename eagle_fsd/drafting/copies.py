@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..checks import require_integer
+from ..utils.checks import require_integer
 
 GRAMS = (6, 2)  # lengths of the indexed n-grams; the shorter ones are used if no longer one matches
 MOST_PLACES = 12  # compared for a match, newest first

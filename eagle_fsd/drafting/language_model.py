@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import CausalLM
 from ..models.target import TargetModel
-from ..text import token_difference
+from ..utils.text import token_difference
 
 PADDING = 128  # rows by which one vocabulary may be padded further than another: Qwen2.5 has 151,936 or 152,064
 

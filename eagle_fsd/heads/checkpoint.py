@@ -23,8 +23,8 @@ from transformers import LlamaConfig
 
 from ..data.files import save_atomically
 from ..data.sources import check_source, fetch
-from ..locks import one_at_a_time
 from ..models.loading import EmptyWeights
+from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, Eagle3Head
 from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields

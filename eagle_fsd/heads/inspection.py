@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
-from ..locks import one_at_a_time
-from ..text import token_difference
+from ..utils.locks import one_at_a_time
+from ..utils.text import token_difference
 from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, Eagle3Head

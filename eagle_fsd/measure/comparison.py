@@ -20,8 +20,8 @@ from ..batching.engine import Engine
 from ..data.files import append_lines, check_same, only_writer, read_lines
 from ..data.progress import Progress
 from ..data.questions import Question, converse
-from ..options import GenerateOptions
-from ..pair import EagleModel
+from ..loading.pair import EagleModel
+from ..options.generate import GenerateOptions
 from .grading import CODE_END, is_right
 from .levels import level_rows, level_table
 from .lost import lost_answers, lost_table

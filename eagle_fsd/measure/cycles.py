@@ -17,10 +17,10 @@ from ..api import decode_requests
 from ..data.progress import Progress
 from ..drafting.curves import PRICES, WIDE_TREE, WIDTH, Curves, HeadCurves
 from ..drafting.tree import DraftTree
-from ..options import GenerateOptions
-from ..pair import EagleModel
-from ..prompts import encode_prompts
-from ..requests import make_requests
+from ..inputs.prompts import encode_prompts
+from ..inputs.requests import make_requests
+from ..loading.pair import EagleModel
+from ..options.generate import GenerateOptions
 
 BINS = 12  # of log-probabilities
 REACHES = 6  # bins of reaches

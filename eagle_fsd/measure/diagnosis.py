@@ -26,10 +26,10 @@ from ..data.questions import Question
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import LAST_NORM, Eagle3Head
 from ..heads.unrolling import unroll
+from ..inputs.prompts import encode_prompts
+from ..inputs.requests import check_length
+from ..loading.pair import EagleModel
 from ..models.target import TargetModel
-from ..pair import EagleModel
-from ..prompts import encode_prompts
-from ..requests import check_length
 
 MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset, if the target has as many positions
 BATCH = 8  # questions that are answered together

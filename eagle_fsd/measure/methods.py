@@ -20,11 +20,11 @@ from ..decoding.decoder import Session
 from ..decoding.output import Output
 from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
+from ..inputs.prompts import ChatTokens, encode_prompt
+from ..inputs.requests import end_tokens
+from ..loading.pair import EagleModel
 from ..models.digest import generation_digest, tokenizer_digests
-from ..options import SAMPLING
-from ..pair import EagleModel
-from ..prompts import ChatTokens, encode_prompt
-from ..requests import end_tokens
+from ..options.generate import SAMPLING
 from .settings import ComparisonOptions
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..data.questions import Question, choose_questions
 from ..drafting.config import TreeConfig, parse_tree
-from ..options import GenerateOptions
+from ..options.generate import GenerateOptions
 
 EXACT = "exact"
 

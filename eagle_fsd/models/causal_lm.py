@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..locks import Lock
+from ..utils.locks import Lock
 from .attention import turn_off_cudnn
 from .cache import BucketCache, TreeCache
 from .check import TreeCheck, check_config, remember_check, remembered_checks

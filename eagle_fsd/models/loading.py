@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..checks import check_placement
 from ..data.gguf import target_source
 from ..data.sources import fetch
-from ..locks import one_at_a_time
+from ..utils.checks import check_placement
+from ..utils.locks import one_at_a_time
 from .linear import has_half_kernels
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from ..batching.engine import Engine
 from ..batching.tickets import EngineClosed, QueueFull, Ticket, interleaved
 from ..decoding.grammar import GrammarError
 from ..decoding.output import Output
-from ..options import GenerateOptions
-from ..requests import end_tokens
+from ..inputs.requests import end_tokens
+from ..options.generate import GenerateOptions
 from .answers import FINISHED, Formatter, as_event, speller
 from .limits import ServeOptions
 from .metrics import Counted, Metrics

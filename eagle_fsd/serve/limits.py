@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..checks import OptionError, require_bool, require_integer, require_number
 from ..heads.catalogue import DEFAULT, display_name
+from ..utils.checks import OptionError, require_bool, require_integer, require_number
 
 KEY_VARIABLE = "EAGLE_FSD_API_KEY"
 

@@ -23,7 +23,7 @@ from ..acceptance import RULES
 from ..batching.engine import Engine
 from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket
 from ..decoding.output import Output, Receipt
-from ..text import GrowingText
+from ..utils.text import GrowingText
 from .protocol import Refusal, options_over
 
 log = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from ..checks import OptionError, require_integer
 from ..drafting.config import TreeConfig
-from ..keywords import REPLACEMENTS
-from ..options import GenerateOptions
-from ..pair import EagleModel
-from ..prompts import chat_tokens, render_chat
-from ..requests import end_tokens
+from ..inputs.prompts import chat_tokens, render_chat
+from ..inputs.requests import end_tokens
+from ..loading.pair import EagleModel
+from ..options.generate import GenerateOptions
+from ..options.keywords import REPLACEMENTS
+from ..utils.checks import OptionError, require_integer
 from .limits import check_template_kwargs
 from .tools import MOST_CALLS, THOUGHT, CallSplitter, Splitter, TemplateSplitter, call_schema, check_tools, chosen_tools
 

@@ -12,9 +12,9 @@ from ray import serve
 from ..batching.engine import Engine
 from ..drafting.config import TreeConfig
 from ..heads.catalogue import DEFAULT
-from ..load_options import LoadOptions
-from ..loading import load
-from ..options import GenerateOptions
+from ..loading.load import load
+from ..options.generate import GenerateOptions
+from ..options.load import LoadOptions
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..batching.engine import Engine
 from ..drafting.config import TreeConfig
-from ..pair import EagleModel
+from ..loading.pair import EagleModel
 from .app import create_app
 from .limits import ServeOptions
 

@@ -23,8 +23,8 @@ import regex
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.tickets import Piece
-from ..checks import OptionError
-from ..text import StreamedText
+from ..utils.checks import OptionError
+from ..utils.text import StreamedText
 
 MOST_TOOLS = 128
 MOST_CALLS = 128  # in an answer

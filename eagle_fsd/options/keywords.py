@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypedDict, TypeVar
 
-from .drafting.config import TreeConfig
-from .drafting.copies import TextDrafts
+from ..drafting.config import TreeConfig
+from ..drafting.copies import TextDrafts
 
 F = TypeVar("F", bound=Callable)
 REPLACEMENTS = {  # names from other libraries and servers: what to use here

@@ -17,23 +17,23 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import __version__
-from .captured.cycle import CapturedCycles
-from .data.files import cache_directory, save_atomically
-from .decoding.request import RequestParams
-from .decoding.timing import known_latency
-from .drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from .drafting.curves import HeadCurves, known_curves, nearly_greedy
-from .drafting.language_model import DraftModel
-from .drafting.sizing import Choice, Drafting, Pause, Sizing
-from .heads.eagle import DraftHead
-from .locks import Lock
-from .models.check import remember_check
-from .models.digest import weights_digest
-from .models.forward import read_structure
-from .models.linear import PackedLinear, check_quantization, packed_form
-from .models.memory import trim
-from .models.target import TargetModel
+from .. import __version__
+from ..captured.cycle import CapturedCycles
+from ..data.files import cache_directory, save_atomically
+from ..decoding.request import RequestParams
+from ..decoding.timing import known_latency
+from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
+from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
+from ..drafting.language_model import DraftModel
+from ..drafting.sizing import Choice, Drafting, Pause, Sizing
+from ..heads.eagle import DraftHead
+from ..models.check import remember_check
+from ..models.digest import weights_digest
+from ..models.forward import read_structure
+from ..models.linear import PackedLinear, check_quantization, packed_form
+from ..models.memory import trim
+from ..models.target import TargetModel
+from ..utils.locks import Lock
 
 log = logging.getLogger(__name__)
 _pairs: WeakKeyDictionary[DraftHead | DraftModel, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter

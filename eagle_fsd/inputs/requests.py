@@ -11,16 +11,16 @@ from dataclasses import replace
 
 from transformers import LogitsProcessor
 
-from .acceptance import FuzzyRule, Rule
-from .checks import OptionError, check_functions, require_integer
-from .decoding.grammar import Grammar
-from .decoding.processing import followed_fields, is_context_free, processors_of_model, with_own_processors
-from .decoding.request import EXACT, Request, RequestParams
-from .drafting.copies import TextDrafts, TextIndex, TextSource
-from .options import GenerateOptions, as_list
-from .pair import EagleModel
+from ..acceptance import FuzzyRule, Rule
+from ..decoding.grammar import Grammar
+from ..decoding.processing import followed_fields, is_context_free, processors_of_model, with_own_processors
+from ..decoding.request import EXACT, Request, RequestParams
+from ..drafting.copies import TextDrafts, TextIndex, TextSource
+from ..loading.pair import EagleModel
+from ..options.generate import GenerateOptions, as_list
+from ..utils.checks import OptionError, check_functions, require_integer
+from ..utils.text import StopStrings
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
-from .text import StopStrings
 
 log = logging.getLogger(__name__)
 

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .drafting.config import GPU_TREE, TreeConfig
-from .drafting.curves import read_curves
-from .drafting.language_model import DraftModel
-from .heads.catalogue import display_name, find_pair
-from .heads.checkpoint import is_causal_lm, load_head
-from .heads.eagle import DraftHead
-from .keywords import LoadKeywords, lists_options
-from .load_options import LoadOptions
-from .locks import one_at_a_time
-from .models import GROUPED, STOCK
-from .models.causal_lm import CausalLM
-from .models.linear import check_quantization, device_of
-from .models.loading import check_device, convert_buffers, load_compact, load_target
-from .models.memory import MappedFiles, trim
-from .models.target import TargetModel
+from ..drafting.config import GPU_TREE, TreeConfig
+from ..drafting.curves import read_curves
+from ..drafting.language_model import DraftModel
+from ..heads.catalogue import display_name, find_pair
+from ..heads.checkpoint import is_causal_lm, load_head
+from ..heads.eagle import DraftHead
+from ..models import GROUPED, STOCK
+from ..models.causal_lm import CausalLM
+from ..models.linear import check_quantization, device_of
+from ..models.loading import check_device, convert_buffers, load_compact, load_target
+from ..models.memory import MappedFiles, trim
+from ..models.target import TargetModel
+from ..options.keywords import LoadKeywords, lists_options
+from ..options.load import LoadOptions
+from ..utils.locks import one_at_a_time
 from .pair import EagleModel, check_once, check_sizes
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .checks import OptionError
-from .pair import EagleModel
+from ..loading.pair import EagleModel
+from ..utils.checks import OptionError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them

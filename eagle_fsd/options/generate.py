@@ -15,9 +15,9 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any
 
-from .checks import OptionError, require_bool, require_integer, require_number
-from .drafting.config import TreeConfig
-from .drafting.copies import TextDrafts
+from ..drafting.config import TreeConfig
+from ..drafting.copies import TextDrafts
+from ..utils.checks import OptionError, require_bool, require_integer, require_number
 from .keywords import unknown_option
 
 log = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class GenerateOptions(RuleAtTemperature, Options):
     @functools.cached_property
     def rule(self) -> Any:
         """The acceptance rule, a `Rule`."""
-        from .acceptance.registry import make_rule
+        from ..acceptance.registry import make_rule
 
         guard = {} if self.head_guard == "default" else {"head_guard": self.head_guard}
         return make_rule(self.acceptance, self.threshold, self.divergence, **guard)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import OptionError, check_placement, require_bool
-from .drafting.config import TreeConfig
-from .models import IMPLEMENTATIONS
-from .options import Options
+from ..drafting.config import TreeConfig
+from ..models import IMPLEMENTATIONS
+from ..utils.checks import OptionError, check_placement, require_bool
+from .generate import Options
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""From prompts and options to requests."""

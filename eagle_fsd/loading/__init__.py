@@ -1,0 +1,1 @@
+"""From files to a pair of target and drafter."""
