@@ -265,11 +265,15 @@ def test_an_answer_cut_off_on_a_server_without_token_ids_does_not_end(tmp_path, 
 def test_no_prompt_is_lost_while_a_server_rejects_options_of_vllm(model, monkeypatch, caplog):
     """The second prompt is rejected after the first was answered without these options."""
     openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
-    first_done, found = threading.Event(), {}
+    second_sent, first_done, found = threading.Event(), threading.Event(), {}
 
     def create(*, prompt: list[int], extra_body: dict | None = None, **body: object) -> SimpleNamespace:
         if extra_body:
-            assert prompt == prompts[0] or first_done.wait(60)
+            if prompt == prompts[0]:
+                assert second_sent.wait(60)
+            else:
+                second_sent.set()
+                assert first_done.wait(60)
             raise openai.BadRequestError("unknown", response=httpx.Response(
                 400, request=httpx.Request("POST", "http://x")), body=None)
         return SimpleNamespace(choices=[SimpleNamespace(text="ab", finish_reason="stop")])
