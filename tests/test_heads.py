@@ -14,7 +14,7 @@ from eagle_fsd.data import sources
 from eagle_fsd.heads import catalogue
 from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, hub_id_of, is_copy, packaged_target
 from eagle_fsd.heads.checkpoint import save_head
-from eagle_fsd.loading.load import load as pairs
+from eagle_fsd.loading import load as pairs
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 SMOL, CODER = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"

@@ -367,8 +367,10 @@ def setting_methods(
               "text_drafts": options.text_drafts, **(shared or {})}
     methods = {name: common | setting for name, setting in read_settings(settings).items()}
     if batches is None:
-        alone = {DRAFTER: engine(EagleModel(draft_model(model, "--drafter-alone"), None, model.tokenizer),
-                                 **common | PLAIN)} if options.drafter_alone else {}
+        alone = {}
+        if options.drafter_alone:
+            drafter = draft_model(model, "--drafter-alone").model
+            alone[DRAFTER] = engine(EagleModel.from_parts(drafter, None, model.tokenizer), **common | PLAIN)
         return {name: engine(model, **each) for name, each in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
                          **each | (PLAIN if GenerateOptions.from_names(each).lossless else {}))
