@@ -18,6 +18,7 @@ from eagle_fsd.measure.methods import Answer, Method, continues, prompt_seed
 
 TIMEOUT = 600  # seconds for an answer
 UNCACHED = {"cache_prompt": False}
+UNPENALISED = {"repetition_penalty": 1.0}  # vLLM would take that of the model's generation config
 
 
 def read_endpoints(texts: tuple[str, ...]) -> dict[str, tuple[str, str]]:
@@ -65,7 +66,7 @@ def endpoint_method(
     """A server's model as a method, with one request at a time.
 
     The target's tokenizer counts the tokens, because servers count differently; the end token counts too, as in our own
-    decoding. The first call finds out whether the server accepts `cache_prompt`.
+    decoding. The first call finds out whether the server accepts `cache_prompt` and `repetition_penalty`.
 
     Args:
         keep_history: later turns of a chat may use the server's prompt cache. A first turn never does: its prompt may
@@ -75,7 +76,7 @@ def endpoint_method(
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
         nonlocal accepts
-        extra = {"cache_prompt": keep_history and continues(prompt)} if accepts else {}
+        extra = {"cache_prompt": keep_history and continues(prompt), **UNPENALISED} if accepts else {}
         path, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
             "chat/completions", {"messages": prompt})
         body = {"model": name, **asked, "max_tokens": max_new_tokens, "temperature": temperature,

@@ -34,7 +34,7 @@ from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eval.command import option_record, run_command
-from eval.endpoints import UNCACHED, ask, read_endpoints
+from eval.endpoints import UNCACHED, UNPENALISED, ask, read_endpoints
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
 # Options of each arm, and whether it drafts forced tokens.
@@ -85,7 +85,8 @@ def ours(model: EagleModel, arm: str, chat: list[dict], schema: dict, tokens: in
     options, forced = ARMS[arm]
     with no_forced_tokens(not forced):
         started = time.perf_counter()
-        output = eagle_fsd.generate(chat, model, max_new_tokens=tokens, response_format=schema, **options)
+        output = eagle_fsd.generate(chat, model, max_new_tokens=tokens, response_format=schema, **UNPENALISED,
+                                    **options)
         seconds = time.perf_counter() - started
     return {"seconds": seconds, "text": output.text, "cut": output.finish_reason == "length",
             "token_ids": output.token_ids, "tokens": len(output.token_ids), "forwards": output.stats.target_forwards,
@@ -94,7 +95,7 @@ def ours(model: EagleModel, arm: str, chat: list[dict], schema: dict, tokens: in
 
 def theirs(url: str, name: str, model: EagleModel, chat: list[dict], schema: dict, tokens: int) -> dict:
     """One answer of a server. The target's tokenizer counts its tokens, including the end token."""
-    body = {"model": name, "messages": chat, "max_tokens": tokens, "temperature": 0, **UNCACHED,
+    body = {"model": name, "messages": chat, "max_tokens": tokens, "temperature": 0, **UNCACHED, **UNPENALISED,
             "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
     started = time.perf_counter()
     try:

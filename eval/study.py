@@ -36,7 +36,7 @@ from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils.checks import check_choice, require_number
 from eval.command import option_record, run_command
 from train.config import RECIPES
-from train.teacher import read_index
+from train.teacher import read_index, target_digest
 
 PROBE = 5, 25  # steps between which a run's speed is measured
 ONE_EVALUATION = 1_000_000  # steps between two: only the last
@@ -111,7 +111,7 @@ def steps_of(args: StudyArguments, flags: list[str], folder: Path) -> int:
 def shared_facts(args: StudyArguments) -> dict[str, object]:
     """What the results of all runs depend on, as JSON values. `seeds` and `run` may grow; each run adds its flags."""
     target = TargetModel(load_target(args.target or default_target(), device="cpu")[0], check=False)
-    return {"target": target.digest(), "data": Documents.load(args.data).digest(),
+    return {"target": target_digest(target), "data": Documents.load(args.data).digest(),
             "features": None if args.features is None else read_index(args.features), "recipe": args.recipe,
             "minutes": args.minutes, "documents": args.documents, "processor": processor_name(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, "eagle_fsd": __version__}

@@ -69,6 +69,7 @@ def test_answers_are_counted_as_our_own(server, model):
     first, _, last = Protocol.asked
     assert (first["path"], first["messages"], first["model"]) == ("/v1/chat/completions", CHAT, "the model")
     assert (first["temperature"], first["max_tokens"], first["cache_prompt"]) == (0.5, 8, False)
+    assert first["repetition_penalty"] == 1
     assert (last["path"], last["prompt"]) == ("/v1/completions", "hi")
 
 
@@ -85,6 +86,7 @@ def test_a_server_that_refuses_unknown_fields_is_asked_without(server, model, mo
     method = endpoint_method(model, server, "the model", temperature=0.0, seed=0)
     assert [method(CHAT, 8).text for _ in range(2)] == ["abc", "abc"]
     assert ["cache_prompt" in asked for asked in Protocol.asked] == [True, False, False]
+    assert ["repetition_penalty" in asked for asked in Protocol.asked] == [True, False, False]
 
 
 def test_errors_name_the_server_and_what_it_says(server, model, monkeypatch):

@@ -293,6 +293,8 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
     for where, attribute, value, name in (
             (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
             (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
+            (chat_model.target.model.config, "rms_norm_eps", 0.5, "config"),
+            (chat_model.draft.config, "rms_norm_eps", 0.5, "head_config"),
             (chat_model.target.model.generation_config, "no_repeat_ngram_size", 3, "generation_config")):
         with monkeypatch.context() as patch:
             patch.setattr(where, attribute, value)

@@ -562,16 +562,16 @@ def test_what_agents_send_back_is_rendered(client, server):
 
 def test_the_chat_template_gets_what_it_reads(client, server, monkeypatch):
     """Also through `generate`."""
-    shown = ("{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }};{% endfor %}"
+    shown = ("{% for m in messages %}{{ m.role }}: {{ m.name }}{{ m.reasoning_content }}{{ m.content }};{% endfor %}"
              "{% if add_generation_prompt %}assistant: {% endif %}{{ enable_thinking }}")
     monkeypatch.setattr(server.pair.tokenizer, "chat_template", shown)
     chat = [{"role": "user", "content": "{{ 7 * 7 }}"},
-            {"role": "assistant", "content": "So", "reasoning_content": "R"}]
+            {"role": "assistant", "content": "S", "reasoning_content": "R", "name": "N"}]
     for given, prompt in (
-            ({}, "user: {{ 7 * 7 }};assistant: RSo;assistant: "),
-            ({"chat_template_kwargs": {"enable_thinking": False}}, "user: {{ 7 * 7 }};assistant: RSo;assistant: False"),
-            ({"add_generation_prompt": False}, "user: {{ 7 * 7 }};assistant: RSo;"),
-            ({"continue_final_message": True}, "user: {{ 7 * 7 }};assistant: RSo")):
+            ({}, "user: {{ 7 * 7 }};assistant: NRS;assistant: "),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "user: {{ 7 * 7 }};assistant: NRS;assistant: False"),
+            ({"add_generation_prompt": False}, "user: {{ 7 * 7 }};assistant: NRS;"),
+            ({"continue_final_message": True}, "user: {{ 7 * 7 }};assistant: NRS")):
         answer = client.chat.completions.create(model="tiny", messages=chat, max_tokens=9, extra_body=given)
         ours = given.get("chat_template_kwargs", given)
         assert render_chat(chat, server.pair, ours) == prompt

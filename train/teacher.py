@@ -17,24 +17,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import check_same, json_digest
+from eagle_fsd.data.files import check_same
 from eagle_fsd.loading.load import pack_early
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.causal_lm import output_logits
+from eagle_fsd.models.digest import config_digest
 from eagle_fsd.models.linear import QUANTIZATIONS, check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to
 
 from .config import TrainingConfig
 
-# Fields of a config that change no logits.
-NO_LOGITS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-
 
 def target_digest(target: TargetModel) -> str:
-    """The digest of a target's weights and of its config, which has scalings, limits and end tokens."""
-    fields = target.model.config.to_diff_dict().items()
-    return f"{target.digest()}/{json_digest({name: value for name, value in fields if name not in NO_LOGITS})}"
+    """The digest of a target's weights and of its config."""
+    return f"{target.digest()}/{config_digest(target.model.config)}"
 
 
 class TargetEnds(nn.Module):

@@ -26,6 +26,7 @@ from ..drafting.drafter import Drafter
 from ..drafting.latency import Latency
 from ..drafting.sizing import Choice, Drafting
 from ..models.causal_lm import CausalLM
+from ..models.digest import config_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from .decoder import Decoder
@@ -227,10 +228,13 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
     """Everything that a latency depends on, by name, as JSON values."""
     device = target.output_device
     on_gpu = device.type == "cuda"
-    facts = {"target": target.digest(), "dtype": str(target.dtype), "weights": packed_form(target.model) or "plain",
-             "computed_by": target.computed_by, "head": None if drafter is None else drafter.digest()}
+    facts = {"target": target.digest(), "config": config_digest(target.model.config), "dtype": str(target.dtype),
+             "weights": packed_form(target.model) or "plain", "computed_by": target.computed_by,
+             "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
-        facts |= {"head_dtype": str(drafter.dtype), "head_device": drafter.device.type}
+        own = drafter.model.config if isinstance(drafter, CausalLM) else drafter.config
+        facts |= {"head_config": config_digest(own), "head_dtype": str(drafter.dtype),
+                  "head_device": drafter.device.type}
     if isinstance(drafter, CausalLM):
         facts |= {"head_weights": packed_form(drafter.model) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {

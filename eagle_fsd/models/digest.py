@@ -1,4 +1,4 @@
-"""Digests of what answers depend on: a model's weights and generation config, and its tokenizer."""
+"""Digests of what answers depend on: a model's weights and configs, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.files import json_digest
 from .linear import packed_form
+
+# Fields of a config that change no logits.
+NO_LOGITS = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def plain_parts(weight: Tensor) -> Iterator[Tensor]:
@@ -36,6 +39,12 @@ def weights_digest(module: nn.Module) -> str:
                 total += values.to(torch.bfloat16).double().sum().item() / number
     tokens = getattr(module, "token_map", None)
     return f"{total:.9g}" + ("" if tokens is None else f"/{len(tokens)}-{tokens.sum().item()}")
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """A digest of a config, which has what weights do not show: scalings, windows, limits and end tokens."""
+    fields = config.to_diff_dict().items()
+    return json_digest({name: value for name, value in fields if name not in NO_LOGITS})
 
 
 def generation_digest(model: PreTrainedModel) -> str | None:

@@ -142,6 +142,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str
+    name: str | None = None  # of a tool, with its result: some templates show it
     content: Content | None = None
     reasoning_content: str | None = None  # templates show or drop earlier thoughts
     tool_calls: Annotated[list[dict], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
@@ -157,7 +158,7 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates expect it: role "system" for "developer", and text in `content`."""
-        message = {"role": "system" if self.role == "developer" else self.role,
+        message = {"role": "system" if self.role == "developer" else self.role, "name": self.name,
                    "content": None if self.content is None else plain_text(self.content),
                    "reasoning_content": self.reasoning_content, "tool_calls": self.tool_calls,
                    "tool_call_id": self.tool_call_id}
