@@ -8,13 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import PROMPT, save_pair, small_model, tiny_pair
+from tiny import PROMPT, save_pair, tiny_pair
 
 import eagle_fsd
-from eagle_fsd.acceptance import make_rule
 from eagle_fsd.cli import main
-from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.decoding.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
 from eagle_fsd.drafting import curves
 from eagle_fsd.drafting.config import TreeConfig
@@ -29,7 +26,7 @@ from eagle_fsd.drafting.curves import (
     default_curves,
 )
 from eagle_fsd.drafting.latency import Latency, between
-from eagle_fsd.drafting.sizing import LENIENCY, Choice, Drafting, Leniency, Pause, Plan, Sizing
+from eagle_fsd.drafting.sizing import Choice, Drafting, Pause, Plan, Sizing
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
@@ -222,9 +219,6 @@ def test_levels_are_as_wide_as_costs_hardly_more():
     assert sizing.of(2, 1.0).curves is default_curves().sampled and Sizing(CHEAP, None).of().tree is None
     dear = replace(CHEAP, row=1.0)  # what a row adds to a drafted cycle is more than it can bring
     assert Sizing(dear, default_curves()).of(1).tree is not None is Sizing(dear, default_curves()).of(8).tree
-    none = replace(CHEAP, row=0.18)  # except with a fuzzy rule, which accepts more
-    sizing = Sizing(none, default_curves())
-    assert sizing.of(8).tree is None is not sizing.of(8, lossless=False).tree
 
 
 def test_the_outlook_is_the_best_number_of_levels_on_average():
@@ -261,72 +255,6 @@ def test_sizes_of_lossless_cycles_stay(pair):
     ):
         _, seen = decode(pair, PROMPTS[:rows], Sizing(latency, default_curves()).of(rows), 30)
         assert [(tree.tokens.shape[1], len(levels)) for tree, levels, _ in seen[:10]] == recorded
-
-
-# Fuzzy rules ------------------------------------------------------------------------------------------------------
-
-
-def test_leniency_is_what_the_rule_accepted_of_misses():
-    """A first child is accepted in place of a miss, also of one that another child would have saved."""
-    segments = curve_segments(default_curves().greedy, 3, torch.device("cpu"))
-    steps = torch.tensor([[-0.4, -1.5, -3.0]]).repeat(3, 2, 1)
-    exact = apply_curves(segments, steps)
-    found = apply_curves(segments, steps, torch.tensor([0.0, 0.4, 1.0])[:, None, None])
-    assert torch.equal(found[0], exact[0])
-    first, others = exact[1, :, 0].exp(), exact[1, :, 1:].exp()
-    assert torch.allclose(found[1].exp(), torch.cat([(0.4 + 0.6 * first)[:, None], 0.6 * others], -1))
-    assert torch.equal(found[2].exp(), torch.tensor([[1.0, 0, 0]] * 2))
-    worth = default_curves().greedy.level_worth
-    assert worth(0.1, 0.0) == worth(0.1) and worth(0.1)(0.8) < worth(0.1, 0.4)(0.8) < worth(0.1, 1.0)(0.8) < 0.701
-    leniency = Leniency()
-    for _ in range(200):
-        leniency.learn(accepted=2, rejected=1)
-    assert leniency.rate == pytest.approx(2 / 3, abs=0.01)
-
-
-@pytest.mark.parametrize("kind", ["head", "causal LM"])
-def test_a_rule_that_accepts_more_drafts_more(kind):
-    """Longer trees, a little larger than those of a lossless rule; the same text twice, whatever was asked before."""
-    pair = tiny_pair()
-    if kind == "causal LM":
-        pair = eagle_fsd.EagleModel.from_parts(pair.target.model, small_model(pair.target.model))
-    pair.sizing = Sizing(Latency({1: 1.0, 64: 2.0}, dict.fromkeys((1, 2, 3, 4), 0.1), 1.0), default_curves(), 32)
-
-    def sizes(number, **options):
-        out = eagle_fsd.generate(PROMPTS[number], pair, max_new_tokens=60, text_drafts="off", seed=5, **options)
-        return out.token_ids, out.stats.draft_forwards, sum(out.stats.proposed.values()), out.stats.target_forwards
-
-    loose = {"threshold": math.inf, "head_guard": None}
-    for temperature in (0.0, 1.0):
-        found = {name: [sizes(number, temperature=temperature, **options) for number in range(6)]
-                 for name, options in (("exact", {}), ("strict", {"threshold": 1e-9}), ("loose", loose))}
-        levels, nodes = ({name: sum(each[at] for each in rows) / sum(each[3] for each in rows)
-                          for name, rows in found.items()} for at in (1, 2))
-        assert levels["loose"] > 1.5 * levels["exact"] and nodes["loose"] > nodes["exact"], (levels, nodes)
-        assert [each[0] for each in found["strict"]] == [each[0] for each in found["exact"]]
-        again = [sizes(number, temperature=temperature, **loose) for number in reversed(range(6))]
-        assert again[::-1] == found["loose"]
-
-
-def test_each_row_has_the_leniency_of_its_own_rule(pair):
-    """A lossless row of a batch keeps its estimates and its text beside one whose rule accepts all."""
-    choice = Sizing(CHEAP, default_curves()).of(2)
-    rules = (make_rule("exact"), make_rule("fsd", math.inf, head_guard=None))
-    requests = [Request(PROMPTS[0], RequestParams(max_new_tokens=200, rule=rule)) for rule in rules]
-    decoder, seen = Decoder(pair.target, pair.draft, requests, Drafting(choice)), []
-    decoder.observe = lambda tree, *_: seen.append(tree)
-    with torch.inference_mode():
-        decoder.prefill()
-        for _ in range(12):
-            decoder.step()
-    alone, _ = decode(pair, PROMPTS[:1], TreeConfig(24, 6, 3), 12)
-    assert requests[0].answer[:12] == alone[0] and requests[0].leniency.rate == LENIENCY
-    assert requests[1].leniency.rate > 0.5 and len(requests[1].answer) > 2 * len(requests[0].answer)
-    strict, loose = seen[0].scores[:, 1].exp().tolist()  # the same root: its best child
-    assert loose == pytest.approx(LENIENCY + (1 - LENIENCY) * strict)
-    assert seen[0].have_drafts([0, 0]) == [True, True]
-    leaf = seen[0].tokens.shape[1] - 1
-    assert seen[0].have_drafts([0, leaf]) == [True, False]
 
 
 def paused(pause: Pause, gain: float, count: int) -> list[bool]:

@@ -153,8 +153,7 @@ class Rows:
             return Choice(own[0])
         if self.tree is not None:
             return Choice(self.tree)
-        return self.model.sizing.of(count, requests[0].params.temperature,
-                                    all(request.params.lossless for request in requests))
+        return self.model.sizing.of(count, requests[0].params.temperature)
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether a request's own tree fits into the caches."""

@@ -112,9 +112,7 @@ class Decoder:
         rules = [request.current_rule() for request in self.requests]
         lengths = self.forwards.lengths  # L of each: the position of the root
         copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
-        lenient = [request.is_lenient(rule) for request, rule in zip(self.requests, rules, strict=True)]
-        plan = self.drafting.next(copies, [
-            request.leniency.rate * may for request, may in zip(self.requests, lenient, strict=True)])
+        plan = self.drafting.next(copies)
         if self.captured is not None and self.observe is None:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
@@ -133,11 +131,6 @@ class Decoder:
         self.forwards.commit(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
                             copied=any(copies))
-        if plan.limits_levels and any(lenient):
-            rejected = tree.have_drafts([path[-1] for path in paths])
-            for request, may, emission, missed in zip(self.requests, lenient, emissions, rejected, strict=True):
-                if may:
-                    request.leniency.learn(sum(each.source == "fuzzy" for each in emission.receipts[:-1]), missed)
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         for request in self.requests:

@@ -16,7 +16,6 @@ from ..acceptance import Rule, make_rule
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextSource
 from ..drafting.coupling import couple_copies
-from ..drafting.sizing import Leniency
 from ..models.target import TargetModel
 from ..options.generate import RuleAtTemperature
 from ..utils.text import StopStrings
@@ -116,7 +115,6 @@ class Request:
         self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
         self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
         self.inside_marks = params.within is None  # whether the rule decides the next token
-        self.leniency = Leniency()  # of the rule
         self._pass_marks(prompt)
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
@@ -143,10 +141,6 @@ class Request:
         if self.exact_because is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
             self._close("repetition", len(self.receipts))
         return EXACT if self.exact_because else self.params.rule
-
-    def is_lenient(self, rule: Rule) -> bool:
-        """Whether the next cycle, which has this rule, may accept fuzzy tokens."""
-        return self.inside_marks and not rule.is_lossless(self.params.greedy)
 
     @property
     def remaining_budget(self) -> float:

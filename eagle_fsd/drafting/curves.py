@@ -54,17 +54,10 @@ class Curves:
     reaches: tuple[float, ...]
     worth: tuple[tuple[float, ...], ...]
 
-    def level_worth(self, price: float, leniency: float = 0.0) -> LevelWorth:
-        """The worth of a level by its reach, at this price of a node.
-
-        Args:
-            leniency: see `apply_curves`.
-        """
+    def level_worth(self, price: float) -> LevelWorth:
+        """The worth of a level by its reach, at this price of a node."""
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
-        exact = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
-        return LevelWorth((0.0, *self.reaches), (0.0, *(
-            (1 - leniency) * tokens + leniency * max(0.0, reach - price)
-            for reach, tokens in zip(self.reaches, exact, strict=True))))
+        return LevelWorth((0.0, *self.reaches), (0.0, *(_linear(price, prices, (*row, 0.0)) for row in self.worth)))
 
 
 class LevelWorth(NamedTuple):
@@ -115,20 +108,10 @@ class Segments(NamedTuple):
 def apply_curves(
     segments: Segments,
     log_probs: Tensor,  # [..., K], of each node's children, in descending order
-    leniency: Tensor | None = None,  # [B, 1, 1], see below; None: 0
 ) -> Tensor:  # [..., K]
-    """Log acceptance probabilities; linear between the knots, constant outside.
-
-    A fuzzy rule of leniency g accepts a child with probability g where the target's own token is no child. So the
-    first child's probability p becomes p + g (1 - p). Without the other children the rule would accept the first in
-    their place just as often: what they add is (1 - g) p.
-    """
+    """Log acceptance probabilities; linear between the knots, constant outside."""
     at = torch.bucketize(log_probs, segments.knots) + segments.first
-    scores = torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
-    if leniency is not None:
-        scores = scores + (-leniency).log1p()
-        scores[..., :1] = scores[..., :1].logaddexp(leniency.log())
-    return scores
+    return torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -153,10 +153,7 @@ def grow(
     k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
     batch, device = len(root), root.device
     limited = plan is not None and plan.limits_levels
-    estimate = None
-    if limited:
-        leniency = torch.tensor(plan.leniency, device=device)[:, None, None] if any(plan.leniency) else None
-        estimate = partial(apply_curves, curve_segments(plan.choice.curves, k, device), leniency=leniency)
+    estimate = partial(apply_curves, curve_segments(plan.choice.curves, k, device)) if limited else None
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = drafter.own_logits(predicted, target.logits)  # [B, 1, R]

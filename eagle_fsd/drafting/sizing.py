@@ -30,7 +30,6 @@ from .latency import Latency
 WIDER = 4 / 3  # largest cost of a level of several nodes, in levels of one node
 USUAL = 24  # the price of a node is the mean over this many further nodes
 PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and the number of cycles that it counts as
-LENIENCY, LENIENCY_WEIGHT = 0.25, 8.0  # before the first cycle, and the number of nodes that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles in a running mean
 
@@ -70,12 +69,12 @@ class Choice:
         """Price of this many levels (at least 1)."""
         return self.costs_by_nodes[0] - self.cost(1, 0) + (count - 1) * self.level_price
 
-    def outlook(self, pace: float = 1.0, leniency: float = 0.0) -> tuple[float, int]:
+    def outlook(self, pace: float = 1.0) -> tuple[float, int]:
         """Expected tokens of a cycle's levels, less the price of their nodes, and the best number of levels; 0 if none
         pays."""
         if self.curves is None:
             return 1.0, 1
-        worth, following = (self.curves.level_worth(price, leniency) for price in (pace * self.node_price, 0.0))
+        worth, following = self.curves.level_worth(pace * self.node_price), self.curves.level_worth(0.0)
         reach, gain, best = 1.0, 0.0, (0.0, 0.0, 0)
         for count in range(1, WIDE_TREE.depth + 1):
             gain += worth(reach)
@@ -103,34 +102,16 @@ class Sizing:
         return max(width for width in range(1, self.largest.top_k + 1)
                    if self.latency.level_of(width * rows) <= WIDER * one)
 
-    def of(self, rows: int = 1, temperature: float = 0.0, lossless: bool = True) -> Choice:
+    def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
         """The choice for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
-        key = rows, curves, lossless
+        key = rows, curves
         if key not in self._choices:
             top_k = self.top_k(rows)
             choice = Choice(replace(self.largest, top_k=top_k), partial(self.latency.relative, top_k, rows), curves)
-            drafts = curves is not None and choice.outlook(leniency=0.0 if lossless else LENIENCY)[1] > 0
+            drafts = curves is not None and choice.outlook()[1] > 0
             self._choices[key] = choice if drafts else replace(choice, tree=None)
         return self._choices[key]
-
-
-class Leniency:
-    """The probability that a request's rule accepts a child of the drafter where the target's own token is no child.
-
-    It is learnt from the request's own cycles, so that the same prompt gives the same text.
-    """
-
-    def __init__(self) -> None:
-        self.accepted, self.seen = LENIENCY * LENIENCY_WEIGHT, LENIENCY_WEIGHT
-
-    @property
-    def rate(self) -> float:
-        return self.accepted / self.seen
-
-    def learn(self, accepted: int, rejected: int) -> None:
-        """Count fuzzy tokens that were accepted, and nodes whose children were all rejected."""
-        self.accepted, self.seen = self.accepted + accepted, self.seen + accepted + rejected
 
 
 def mean(values: Sequence[float]) -> float:
@@ -146,14 +127,12 @@ class Plan:
         tree: the largest tree that the drafter may draft; None: it drafts nothing.
         pace: lambda.
         missed: probability that the first copied tokens are rejected, so that the drafter's can be accepted.
-        leniency: of each row's rule, see `Leniency`; (): all are lossless.
     """
 
     choice: Choice
     tree: TreeConfig | None
     pace: float = PACE
     missed: float = 1.0
-    leniency: Sequence[float] = ()
 
     @property
     def uses_drafter(self) -> bool:
@@ -172,7 +151,7 @@ class Plan:
 
     @cached_property
     def _worth(self) -> LevelWorth:
-        return self.choice.curves.level_worth(self.pace * self.choice.node_price, mean(self.leniency))
+        return self.choice.curves.level_worth(self.pace * self.choice.node_price)
 
     def level_pays(self, frontier: Sequence[Sequence[float]]) -> bool:
         """Whether another level pays.
@@ -276,12 +255,11 @@ class Drafting:
         """Lambda, at least the rate of plain decoding."""
         return max(1.0, self.gained / self.spent)
 
-    def next(self, copies: Sequence[Copies | None] = (), leniency: Sequence[float] = ()) -> Plan:
+    def next(self, copies: Sequence[Copies | None] = ()) -> Plan:
         """The plan of the next cycle.
 
         Args:
             copies: of each row, which the cycle verifies as well.
-            leniency: of each row's rule; (): all are lossless.
         """
         tree = self.choice.tree if self.has_drafter else None
         if self.choice.cost is None:
@@ -293,10 +271,10 @@ class Drafting:
             tree = None
         pace = self.pace
         if tree is not None and any(copies):
-            gain, levels = self.outlook or self.choice.outlook(pace, mean(leniency))
+            gain, levels = self.outlook or self.choice.outlook(pace)
             if missed * gain < pace * self.choice.price_of_levels(levels):
                 tree = None
-        return Plan(self.choice, tree, pace, missed, leniency)
+        return Plan(self.choice, tree, pace, missed)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
         """Record a cycle.
@@ -310,6 +288,6 @@ class Drafting:
         self.gained, self.spent = self.gained + tokens, self.spent + cost
         if levels and not copied:
             gain = tokens - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
-            before = self.outlook or self.choice.outlook(plan.pace, mean(plan.leniency))
+            before = self.outlook or self.choice.outlook(plan.pace)
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(tokens - cost)

@@ -44,11 +44,6 @@ class DraftTree:
         return [[None if number < 0 else ORIGINS[number] for number in row]
                 for row in origins.masked_fill(self.depths == 0, -1).tolist()]
 
-    def have_drafts(self, nodes: Sequence[int]) -> list[bool]:
-        """Whether this node of each row has children of the head. Waits for the device."""
-        parents = torch.tensor(nodes, device=self.parents.device)[:, None]
-        return ((self.parents == parents) & (self.depths > 0) & self.by_head).any(1).tolist()
-
     def without_drafts(self, rows: Sequence[int]) -> DraftTree:
         """The trees with all nodes of these rows replaced by repetitions of their root."""
         out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)

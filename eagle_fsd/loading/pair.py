@@ -206,8 +206,7 @@ class EagleModel:
         if params.tree is None and self.sizing is not None:
             # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[nearly_greedy(params.temperature)] if params.lossless else None
-            return Drafting(
-                lambda requests: self.sizing.of(len(requests), params.temperature, params.lossless), pause)
+            return Drafting(lambda requests: self.sizing.of(len(requests), params.temperature), pause)
         return Drafting(Choice(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
