@@ -116,8 +116,8 @@ class Rows:
         self.prefixes = Prefixes(kept, self.positions // 2)
         self.remembered = Remembered(remember)
         self.prefilling: Decoder | None = None  # of the prompt in progress
-        self.decoder: Decoder | None = None
-        self.decoder = Decoder(model.target, model.draft, [], Drafting(self._choice), captured=model.captured)
+        drafting = Drafting(self._choice)
+        self.decoder: Decoder | None = Decoder(model.target, model.draft, [], drafting, captured=model.captured)
 
     @property
     def requests(self) -> list[Request]:
