@@ -27,7 +27,7 @@ from .copies import MOST_NODES, NODES, Copies
 from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, LevelWorth
 from .latency import Latency
 
-WIDER = 4 / 3  # largest cost of a level of several nodes, in levels of one node
+WIDER = 1 / 3, 0.02  # most that a level of several nodes costs beyond one of a single node: in such levels, in cycles
 USUAL = 24  # the price of a node is the mean over this many further nodes
 PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and the number of cycles that it counts as
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
@@ -97,10 +97,11 @@ class Sizing:
         self._choices: dict[tuple, Choice] = {}
 
     def top_k(self, rows: int = 1) -> int:
-        """The widest level that costs hardly more than a level of one node."""
-        one = self.latency.level_of(rows)
-        return max(width for width in range(1, self.largest.top_k + 1)
-                   if self.latency.level_of(width * rows) <= WIDER * one)
+        """The widest level that costs hardly more than a level of one node, or than what is lost in the measurements'
+        noise."""
+        one, plain = self.latency.level_of(rows), self.latency.plain_cycle(rows)
+        most = one + max(WIDER[0] * one, WIDER[1] * plain)
+        return max(width for width in range(1, self.largest.top_k + 1) if self.latency.level_of(width * rows) <= most)
 
     def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
         """The choice for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
