@@ -39,8 +39,8 @@ SHORT, LONG, WIDEST = 6, 14, 4  # levels, and largest top_k, of the measured tre
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
 SHORT_CONTEXT = 32  # before cycles that only check a stored latency: a longer prefill would delay every start
-ROUNDS = 20
-ENOUGH = 40.0  # seconds after which no further round starts
+ROUNDS = 6
+ENOUGH = 20.0  # seconds after which no further round starts
 DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency, other work disturbed its measurement
 
 
@@ -54,25 +54,48 @@ def greedy_decoder(
     return Decoder(target, drafter if tree else None, requests, Drafting(choice))
 
 
-def same_cycle(decoder: Decoder) -> Callable[[], object]:
-    """A function that runs one cycle, always from the same state: a head has three tokens to process, a causal LM,
-    whose cache keeps accepted nodes, two."""
-    decoder.prefill()
-    forwards, length = decoder.forwards, decoder.forwards.cache.length
-    texts = [list(request.tokens) for request in decoder.requests]
-    # The values of the features do not affect the time.
-    features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in forwards.unread_features]
+class SameCycle:
+    """Cycles of one batch that all start from the same state, after a context of random tokens.
 
-    def once() -> None:
-        if decoder.drafter is not None:
-            forwards.draft_cache.truncate(length - (3 if forwards.reads_features else 1))
-        forwards.unread_features = [list(parts) for parts in features]
-        for request, tokens in zip(decoder.requests, texts, strict=True):
-            request.tokens = list(tokens)
-        decoder.step()
-        forwards.cache.truncate(length)
+    A head has three tokens to process in each, a causal LM, whose cache keeps accepted nodes, two.
+    """
 
-    return once
+    def __init__(self, target: TargetModel, drafter: Drafter | None, rows: int = 1, before: int = CONTEXT) -> None:
+        room = max(MEASURED_NODES) + LONG
+        limits = [limit for limit in (target.max_positions, drafter and drafter.max_positions) if limit]
+        context = min([before, *(limit - room for limit in limits)])
+        if context < 4:
+            raise ValueError(f"a model with {min(limits)} positions has no room to measure its latency in")
+        random = torch.Generator().manual_seed(0)
+        tokens = torch.randint(target.vocab_size, (context + room,), generator=random).tolist()
+        self.copied = tokens[context:]
+        largest = TreeConfig(max(MEASURED_NODES), LONG, WIDEST)
+        self.decoder = greedy_decoder(target, drafter, [tokens[:context]] * rows, largest, room)
+        self.decoder.prefill()
+        forwards = self.decoder.forwards
+        self.length = forwards.cache.length
+        self.texts = [list(request.tokens) for request in self.decoder.requests]
+        # The values of the features do not affect the time.
+        self.features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in forwards.unread_features]
+
+    def of(self, tree: TreeConfig | Choice | None, copies: bool = False) -> Callable[[], object]:
+        """A function that runs a cycle with this tree, of the drafter's nodes or of copies."""
+        decoder, forwards = self.decoder, self.decoder.forwards
+        drafting = Drafting(tree if isinstance(tree, Choice) else Choice(tree))
+        drafting.begin(decoder.requests, has_drafter=decoder.drafter is not None)
+        source = SameCopies(self.copied[: tree.total_tokens - 1]) if copies else None
+
+        def once() -> None:
+            decoder.drafting = drafting
+            if decoder.drafter is not None:
+                forwards.draft_cache.truncate(self.length - (3 if forwards.reads_features else 1))
+            forwards.unread_features = [list(parts) for parts in self.features]
+            for request, tokens in zip(decoder.requests, self.texts, strict=True):
+                request.tokens, request.text_source = list(tokens), source
+            decoder.step()
+            forwards.cache.truncate(self.length)
+
+        return once
 
 
 def fastest(parts: Mapping[Hashable, Callable[[], object]], device: torch.device) -> dict[Hashable, float]:
@@ -110,11 +133,11 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     Repeated alone, a part of a cycle would find its weights in the processor's cache and seem too cheap. Without a
     drafter, the cycles verify copies, and no level is drafted.
     """
-    cycle = functools.partial(_measured_cycle, target, drafter)
+    one, several = SameCycle(target, drafter).of, SameCycle(target, drafter, ROWS).of
     if drafter is None:
         seconds = fastest({
-            "plain": cycle(None), "plain rows": cycle(None, ROWS),
-            **{count: cycle(TreeConfig(count, count - 1, 1), copies=True) for count in MEASURED_NODES}}, target.device)
+            "plain": one(None), "plain rows": several(None),
+            **{count: one(TreeConfig(count, count - 1, 1), copies=True) for count in MEASURED_NODES}}, target.device)
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
@@ -122,12 +145,12 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     wide = max(width for width in widths if width <= WIDEST)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
-        "plain": cycle(None),
-        "root": cycle(Choice(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
-        **{("nodes", count): cycle(TreeConfig(count, SHORT, wide)) for count in nodes},
-        **{("short", top_k): cycle(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
-        **{("long", top_k): cycle(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
-        "plain rows": cycle(None, ROWS), "drafted rows": cycle(ROW_TREE, ROWS),
+        "plain": one(None),
+        "root": one(Choice(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
+        **{("nodes", count): one(TreeConfig(count, SHORT, wide)) for count in nodes},
+        **{("short", top_k): one(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
+        **{("long", top_k): one(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
+        "plain rows": several(None), "drafted rows": several(ROW_TREE),
     }, target.device)
     steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
@@ -152,25 +175,6 @@ def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
     return replace(shared, row=max(plain_row, row), plain_row=plain_row)
 
 
-def _measured_cycle(
-    target: TargetModel, drafter: Drafter | None, tree: TreeConfig | Choice | None, rows: int = 1, copies: bool = False,
-    before: int = CONTEXT,
-) -> Callable[[], object]:
-    """A cycle with this tree, of copies or of the drafter's nodes, for this many rows, after the context that all
-    measurements share."""
-    room = max(MEASURED_NODES) + LONG
-    limits = [limit for limit in (target.max_positions, drafter and drafter.max_positions) if limit]
-    context = min([before, *(limit - room for limit in limits)])
-    if context < 4:
-        raise ValueError(f"a model with {min(limits)} positions has no room to measure its latency in")
-    tokens = torch.randint(target.vocab_size, (context + room,), generator=torch.Generator().manual_seed(0)).tolist()
-    decoder = greedy_decoder(target, drafter, [tokens[:context]] * rows, tree, room)
-    if copies:
-        for request in decoder.requests:
-            request.text_source = SameCopies(tokens[context:][: tree.total_tokens - 1])
-    return same_cycle(decoder)
-
-
 class SameCopies(TextSource):
     """Always proposes the same chain of tokens, to measure how long verification takes."""
 
@@ -191,9 +195,9 @@ def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> 
     trees = {None: latency.plain}
     if drafter is not None:
         trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
-    shares = []
+    shares, cycles = [], SameCycle(target, drafter, before=SHORT_CONTEXT)
     for tree, stored in trees.items():
-        once = _measured_cycle(target, drafter, tree, before=SHORT_CONTEXT)
+        once = cycles.of(tree)
         shares.append(min(seconds_of(once, target.device) for _ in range(3)) / stored)  # the first one is a warm-up
     return min(shares)
 
@@ -214,7 +218,7 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
             log.warning("cycles take %.0f%% of the stored latency: other work slowed the machine when it was measured. "
                         "Measuring again", 100 * share)
     log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
-                "This takes up to a minute; the result is stored in %s", path)
+                "This takes some seconds, for a large model half a minute; the result is stored in %s", path)
     latency = measure(target, drafter)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
