@@ -39,8 +39,8 @@ SHORT, LONG, WIDEST = 6, 14, 4  # levels, and largest top_k, of the measured tre
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 CONTEXT = 256  # tokens before the measured cycles
 SHORT_CONTEXT = 32  # before cycles that only check a stored latency: a longer prefill would delay every start
-ROUNDS = 6
-ENOUGH = 20.0  # seconds after which no further round starts
+ROUNDS = 12
+ENOUGH = 30.0  # seconds after which no further round starts
 DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency, other work disturbed its measurement
 
 
