@@ -21,6 +21,8 @@ from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.prefixes import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.timing import SameCopies
+from eagle_fsd.drafting.copies import TextSource
 from eagle_fsd.drafting.sizing import Choice
 from eagle_fsd.models.cache import TreeCache
 
@@ -715,3 +717,13 @@ def test_a_ticket_that_nobody_holds_is_cancelled():
         go.set()
         assert engine.submit(PROMPT, max_new_tokens=3).result().finish_reason == "length"
     assert engine.stats.finished == {"cancelled": 1, "length": 1}
+
+
+def test_an_engine_without_a_drafter_has_room_for_its_tree_of_copies(monkeypatch):
+    chain = SameCopies([(7 * number) % VOCAB for number in range(99)]).chain
+    monkeypatch.setattr(TextSource, "propose", lambda self, forced=None, room=0: chain)
+    model = eagle_fsd.EagleModel.from_parts(tiny_target(max_position_embeddings=512), None, tiny_tokenizer())
+    expected = eagle_fsd.generate(PROMPT, model, max_new_tokens=200, speculative=False).token_ids
+    with eagle_fsd.Engine(model, tree=eagle_fsd.TreeConfig(100, 99, 1), max_rows=1) as engine:
+        output = engine.submit(PROMPT, max_new_tokens=200).result(60)
+    assert output.token_ids == expected and output.stats.proposed["text"] > 64

@@ -105,9 +105,8 @@ class Rows:
         remember: int = 0,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        # Nodes of the largest tree. Copies fill up a fixed tree of a head; else there may be `MOST_NODES`.
-        copied = MOST_NODES if tree is None or model.draft is None else tree.total_tokens
-        self.nodes = max(copied, *(1 if model.draft is None else each.nodes for each in trees))
+        # Of the largest tree, which copies may fill up; where the model chooses it, they may be `MOST_NODES`.
+        self.nodes = max(MOST_NODES if tree is None else 1, *(each.total_tokens for each in trees))
         self.levels = max(each.depth * each.top_k for each in trees)  # positions in the draft's cache besides the text
         self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
