@@ -67,7 +67,7 @@ class Refusal(HTTPException):
 
 def refusal_of_body(error: RequestValidationError) -> Refusal:
     """The refusal for a body that is not JSON, or that has fields of the wrong types."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))  # in a union: the member that fits best
+    first = max(error.errors(), key=lambda problem: len(problem["loc"]))  # in a union: the member that fits best
     place, why = [str(part) for part in first["loc"] if part != "body"], first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {why}, at character {place[0]}")
@@ -199,7 +199,7 @@ class StreamOptions(BaseModel):
 def extra_fields(value: Any, place: str = "") -> set[str]:
     """Names of the fields that the models of a body do not list, except null ones."""
     if isinstance(value, list):
-        return set().union(*(extra_fields(each, place) for each in value if isinstance(each, BaseModel)))
+        return set().union(*(extra_fields(item, place) for item in value if isinstance(item, BaseModel)))
     if not isinstance(value, BaseModel):
         return set()
     return {place + name for name, inside in (value.model_extra or {}).items() if inside is not None}.union(
