@@ -235,11 +235,12 @@ def short_id(call_id: Any) -> Any:
 
 
 def as_mapping(arguments: Any) -> Any:
-    """The arguments of a call as a mapping, also if they are JSON; others unchanged."""
+    """The arguments of a call as a mapping: they may be JSON, in which models write line breaks, or missing. Others
+    stay as they are."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            return json.loads(arguments)
-    return arguments
+            arguments = json.loads(arguments, strict=False) if arguments.strip() else None
+    return {} if arguments is None else arguments
 
 
 def as_probe(arguments: Any) -> dict:
@@ -247,7 +248,8 @@ def as_probe(arguments: Any) -> dict:
 
 
 def as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    is_json = isinstance(arguments, str) and arguments.strip()
+    return arguments if is_json else json.dumps(as_mapping(arguments), ensure_ascii=False)
 
 
 def change_calls(messages: list[dict], ids: Callable[[Any], Any], arguments: Callable[[Any], Any]) -> list[dict]:

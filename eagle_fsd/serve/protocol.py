@@ -176,7 +176,7 @@ def read_call(call: dict) -> dict:
         raise OptionError("tool_calls", problem='must each be {"id": I, "type": "function", "function": {"name": N, '
                           f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}')
     return {"id": call.get("id"), "type": "function",
-            "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
+            "function": {"name": function["name"], "arguments": function.get("arguments")}}
 
 
 class Prediction(BaseModel):

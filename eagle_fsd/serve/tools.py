@@ -23,6 +23,7 @@ import regex
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.tickets import Piece
+from ..inputs.prompts import as_mapping
 from ..utils.checks import OptionError
 from ..utils.text import StreamedText
 
@@ -124,9 +125,7 @@ def arguments_text(arguments: Any) -> str:
     Raises:
         ValueError: the arguments are not an object, or contain infinity or NaN.
     """
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments, strict=False) if arguments.strip() else None
-    arguments = {} if arguments is None else arguments
+    arguments = as_mapping(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments must be an object, got {arguments!r}")
     return json_text(arguments)
