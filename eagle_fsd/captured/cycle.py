@@ -155,7 +155,7 @@ class CapturedCycles:
         """
         with self._lock:
             spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
-            home = next(spare, None)
+            home = next(spare, None) if self.support(self.target, self.drafter) else None  # a hook may be new
             if home is None:
                 capacity = capacity_of(room)
                 capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
