@@ -199,5 +199,5 @@ def end_tokens(model: EagleModel, *, chat: bool = False) -> frozenset[int]:
     config = model.target.model.generation_config
     ids = config.eos_token_id if config is not None else None
     ends = {ids} if isinstance(ids, int) else set(ids or ())
-    turn = end_of_turn(model.tokenizer) if chat else None
+    turn = end_of_turn(model.tokenizer) if chat and model.tokenizer is not None else None
     return frozenset(ends if turn is None or turn >= model.target.vocab_size else {*ends, turn})
