@@ -109,7 +109,7 @@ def run(args: QuantisationArguments) -> None:
     options = {"acceptance": "exact", "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
                **stop}
     methods = {name: engine(model, **options) for name, model in models.items()}
-    about = described(models[STORED], args) | stop | {"batch": args.batch}
+    about = described(models[STORED], args) | stop | {"batch": args.batch, "also": {INT8: described(models[INT8])}}
     with ExitStack() as stack:
         together = None if args.batch == 1 else {
             name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}

@@ -448,6 +448,11 @@ def packed_form(module: nn.Module) -> str | None:
     return next((form.NAME for form in QUANTIZATIONS.values() if form.NAME in names), max(names, default=None))
 
 
+def form_name(quantization: str | None) -> str | None:
+    """The `NAME` of a quantisation, for the keys of what is stored about it; None: there is none."""
+    return None if quantization is None else QUANTIZATIONS[quantization].NAME
+
+
 def is_int8(module: nn.Module) -> bool:
     """Whether layers of a module are packed as int8."""
     return any(isinstance(layer, PackedLinear) and isinstance(layer.packed, Int8) for layer in module.modules())
