@@ -85,7 +85,7 @@ class Choice:
 
 
 class Sizing:
-    """`tree="auto"`: each cycle is as large as pays at this machine's latencies.
+    """`tree="auto"`: cycles have the sizes that pay at this machine's latencies.
 
     Args:
         curves: of the drafter; None: there is none, and drafts are copies alone.
