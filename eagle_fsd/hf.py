@@ -211,7 +211,7 @@ class CachedPair:
     of the target, pickled ones included, have None as the attribute.
 
     Args:
-        parts: what the pair was made of.
+        parts: the drafter, the tokenizer, and where and in which dtypes the models are.
     """
 
     def __init__(self, pair: EagleModel, parts: Sequence[object]) -> None:
@@ -225,28 +225,22 @@ def pair_of(
     model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
-    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. Replaced modules,
-    weights of another shape and new hooks make other parts; `captured.cycle` notices replaced weights."""
+    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. The pair itself
+    notices replaced modules, hooks and weights, see `EagleModel.refresh` and `captured.cycle`."""
     cached = vars(model).pop(ATTRIBUTE, None)
-    if cached is not None and cached.parts == parts_of(model, draft, tokenizer):
+    models = [part for part in (model, draft) if isinstance(part, PreTrainedModel)]
+    parts = [draft, tokenizer, *((part.device, part.dtype) for part in models)]
+    if cached is not None and cached.parts == parts:
+        cached.pair.refresh()
         cached.pair.fit()
     else:
         cached = None  # its graphs and caches are freed before there are others
         pair = EagleModel.from_parts(model, draft, tokenizer)
         if pair.captured is None:
             return pair
-        cached = CachedPair(pair, parts_of(model, draft, tokenizer))
+        cached = CachedPair(pair, parts)
     vars(model)[ATTRIBUTE] = cached
     return cached.pair
-
-
-def parts_of(*parts: object) -> list[object]:
-    """The parts of a pair, with what its adapters have read of the causal LMs among them."""
-    models = [part for part in parts if isinstance(part, PreTrainedModel)]
-    modules = [module for model in models for module in model.modules()]
-    return [*parts, *((model.device, model.dtype) for model in models), *modules,
-            *(weight.shape for model in models for weight in model.parameters()),  # tied ones are resized in place
-            *(bool(module._forward_hooks or module._forward_pre_hooks) for module in modules)]
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:

@@ -34,7 +34,7 @@ from eagle_fsd.measure.comparison import compare, setting_methods, store
 from eagle_fsd.measure.grading import check_gradable
 from eagle_fsd.measure.methods import Method, assisted, described, engine, hf_generate
 from eagle_fsd.measure.records import record_path
-from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions, read_settings
+from eagle_fsd.measure.settings import ComparisonOptions, QuestionOptions, read_settings
 from eval.command import run_command
 from eval.endpoints import endpoint_method, read_endpoints
 from eval.plots import plot_speeds
@@ -85,12 +85,12 @@ def own_methods(model: EagleModel, settings: Sequence[str], args: BenchmarkArgum
     options = {"temperature": args.temperature, "seed": args.seed, **shared}
     methods = {UNDRAFTED: engine(model, speculative=False, **options)}
     if model.draft is not None:
-        methods[head_alone(model)] = engine(model, acceptance=EXACT, text_drafts="off", tree=args.tree, **options)
+        methods[head_alone(model)] = engine(model, acceptance="exact", text_drafts="off", tree=args.tree, **options)
     methods |= setting_methods(model, settings, args, shared)
     if args.without_head:
         headless = EagleModel(model.target, None, model.tokenizer)
         headless.size_cycles()
-        methods[COPIES] = engine(headless, acceptance=EXACT, **options)
+        methods[COPIES] = engine(headless, acceptance="exact", **options)
     return methods
 
 

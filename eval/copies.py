@@ -21,7 +21,7 @@ from eagle_fsd.drafting.copies import BOUNDS, Rates, TextDrafts, TextSource
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
-from eagle_fsd.measure.settings import EXACT, QuestionOptions
+from eagle_fsd.measure.settings import QuestionOptions
 from eval.command import option_record, run_command
 
 
@@ -60,7 +60,7 @@ def run(args: CopiesArguments) -> None:
         groups.setdefault(question.category, []).append(question)
     chosen = [question for group in groups.values() for question in (group[-args.last :] if args.last else group)]
     model = args.pair.load()
-    answer = engine(model, acceptance=EXACT)
+    answer = engine(model, acceptance="exact")
     counts: list[Rates] = []
 
     def answered(chat: list[dict[str, str]]) -> Answer:

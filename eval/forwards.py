@@ -23,7 +23,7 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -306,12 +306,19 @@ def captured_times(
 
 @contextmanager
 def rotated_by(block: int) -> Iterator[None]:
-    """Within the context weights are packed as int8 with rotations by at most this block size; 1: with none."""
-    own, Int8.BLOCK = Int8.BLOCK, block
+    """Within the context weights are packed as int8 with rotations by at most this block size, and their form is named
+    by it; 1: with none."""
+    own, pack = Int8.BLOCK, Int8.__init__
+
+    def named(self: Int8, *weights: object) -> None:
+        pack(self, *weights)
+        self.NAME = self.NAME.replace("rotated", f"rotated by {block}" if block > 1 else "unrotated")
+
+    Int8.BLOCK, Int8.__init__ = block, named
     try:
         yield
     finally:
-        Int8.BLOCK = own
+        Int8.BLOCK, Int8.__init__ = own, pack
 
 
 @torch.inference_mode()
@@ -360,7 +367,7 @@ def run(args: ForwardsArguments) -> None:
     if args.shape is None:
         models = {}
         for form in args.forms:
-            with rotated_by(1 if form == UNROTATED else Int8.BLOCK):
+            with rotated_by(1) if form == UNROTATED else nullcontext():
                 models[form] = replace(args.pair, tree=None, **FORMS.get(form, FORMS["int8-fast"])).load()
     else:
         device = check_device(args.pair.device)
@@ -374,18 +381,20 @@ def run(args: ForwardsArguments) -> None:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
         write_json(record_path(args.out, ".json"), {"rows": captured})
     target, rates = model.target, {form: rates_of(each) for form, each in models.items()}
+    weights = {form: packed_form(each.target.model) or "plain" for form, each in models.items()}
     rows = captured + measure(models, args, endpoints)
     for form, each in models.items():
         rows += [{"part": f"{form} floor of a forward", "nodes": count, "rows": 1,
                   "ms": floor_of(each, rates[form], count)} for count in args.nodes]
     cuda = target.output_device.type == "cuda"
-    record = {"settings": option_record(args), **described(model), "rates": rates, "rows": rows,
+    record = {"settings": option_record(args), **described(model), "weights": weights, "rates": rates, "rows": rows,
               "computed_by": {form: each.target.computed_by for form, each in models.items()},
               "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None}
     speeds = ", ".join(f"{form} {rate['weights_read_per_second'] / 1e9:.1f} G weights and "
                        f"{rate['multiply_adds_per_second'] / 1e9:.0f} G multiply-adds" for form, rate in rates.items())
     shapes = " with ".join(filter(None, (args.shape, args.draft_shape)))
     about = (f"{shapes or pair_text(model)}\n\n{len(target.decoder_layers)} layers, {target.dtype}; "
+             f"weights: {', '.join(f'{form} {packed}' for form, packed in weights.items())}; "
              f"{args.context} tokens of context, trees of depth {args.tree.depth} and top_k {args.tree.top_k}; medians "
              f"of {args.rounds} rounds. Rates of the floors, per second: {speeds}.")
     print(write_record(args.out, record, f"{about}\n\n{latency_table(sorted(rows, key=lambda row: row['part']))}"))

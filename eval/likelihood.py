@@ -29,7 +29,7 @@ from eagle_fsd.loading.load import load
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.comparison import digest_of
 from eagle_fsd.measure.records import bullets, decimals, markdown, percent, shown, with_span, write_record
-from eagle_fsd.measure.settings import EXACT, QuestionOptions
+from eagle_fsd.measure.settings import REFERENCE, QuestionOptions
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
 from eval.command import option_record, run_command
@@ -50,7 +50,7 @@ class LikelihoodArguments(QuestionOptions):
     answers: Path
     judges: tuple[str, ...]
     dtype: str = "auto"
-    reference: str = EXACT
+    reference: str = REFERENCE
     out: Path
 
 

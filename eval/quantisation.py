@@ -31,7 +31,7 @@ from eagle_fsd.measure.comparison import compare, store
 from eagle_fsd.measure.grading import CODE_END, check_gradable
 from eagle_fsd.measure.methods import Method, described, engine
 from eagle_fsd.measure.records import markdown
-from eagle_fsd.measure.settings import EXACT, ComparisonOptions, QuestionOptions
+from eagle_fsd.measure.settings import ComparisonOptions, QuestionOptions
 from eagle_fsd.models.target import TargetModel
 from eval.command import option_record, run_command
 from eval.forwards import rotated_by
@@ -106,10 +106,10 @@ def run(args: QuantisationArguments) -> None:
         found = likelihoods({STORED: models[STORED].target, INT8: int8.target}, texts)
         by_block.append({"rotated by": block, **{name: found[name] for name in ("KL", "same best token")}})
     stop = {"stop": CODE_END} if args.stop_after_code else {}
-    options = {"acceptance": EXACT, "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
+    options = {"acceptance": "exact", "temperature": args.temperature, "seed": args.seed, "tree": args.tree,
                **stop}
     methods = {name: engine(model, **options) for name, model in models.items()}
-    about = described(models[STORED], args) | stop | {"batch": args.batch}
+    about = described(models[STORED], args) | stop | {"batch": args.batch, "also": {INT8: described(models[INT8])}}
     with ExitStack() as stack:
         together = None if args.batch == 1 else {
             name: in_batches(model, stack, args.batch, **options) for name, model in models.items()}

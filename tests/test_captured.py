@@ -264,6 +264,12 @@ def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed(
         (home,) = pair.captured._homes
         pools.append(set(home.pool.programs.values()))
     assert pools[0] == pools[1] and not pools[1] & pools[2]
+    hook = pair.target.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: -output)
+    both(pair, [PROMPT])  # by the stock decoder
+    assert not any(pair.captured.taken)
+    hook.remove()
+    both(pair, [PROMPT])
+    assert all(pair.captured.taken)
 
 
 def test_what_trees_of_clients_leave_behind_is_bounded(monkeypatch):

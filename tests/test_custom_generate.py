@@ -290,8 +290,8 @@ def test_bad_input_is_refused_before_any_forward(ours, monkeypatch, options, err
 
 
 def test_captured_cycles_serve_later_calls(monkeypatch):
-    """With the same drafter; weights and modules may have been replaced since. Graphs and caches of a replaced pair are
-    freed at once, before the next pair is made."""
+    """With the same drafter; weights and modules may have been replaced, and hooks added since. Graphs and caches of a
+    replaced pair are freed at once, before the next pair is made."""
     made = []
 
     def from_parts(*parts):
@@ -327,13 +327,18 @@ def test_captured_cycles_serve_later_calls(monkeypatch):
         assert made[-1]().target.vocab_size == VOCAB + 3 and not any(program() for program in graphs)
         target.resize_token_embeddings(VOCAB)
         call(target, None)
-        assert made[-1]().target.vocab_size == VOCAB and len(made) == 4
+        assert made[-1]().target.vocab_size == VOCAB and len(made) == 3
     for copied in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         assert vars(copied)[hf.ATTRIBUTE] is None
     target.lm_head = torch.nn.Linear(16, VOCAB, bias=False)
     with uncollected():
         call(target, draft)
-        assert len(made) == 5
+        target.model.layers[0] = type(target.model.layers[0])(target.config, 0)
+        hook = target.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: -output)
+        call(target, draft)
+        hook.remove()
+        call(target, draft)
+        assert len(made) == 4
         del target.eagle_fsd_pair
         assert made[-1]() is None
     call(target, draft)

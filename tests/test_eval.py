@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from eagle_fsd.measure.cycles import wide_cycles
 from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.measure.settings import ComparisonOptions
+from eagle_fsd.models.linear import packed_form
 from eval import benchmark, forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -371,8 +373,20 @@ def test_forwards_are_timed_by_nodes(tmp_path, capsys, monkeypatch):
             "", ", 64 tokens drafted") for rule in ("exact", "fsd 0.3") for nodes in (1, 8)
         for part in ("draft", "verify", "walk", "cycle") if nodes > 1 or rule == "exact" and part != "draft"}
     assert min(cells.values()) > 0 and record["computed_by"] == {"random": "fused"}
+    assert record["weights"] == {"random": "plain"} and "; weights: random plain; 16 tokens" in (
+        tmp_path / "forwards.md").read_text()
     assert "| random forward, 1 rows |" in capsys.readouterr().out
     assert forwards.main(["--shape", "tiny", "--nodes", "0", "--out", str(out)]) == 2
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+def test_forms_without_rotation_are_named_so():
+    pairs = [tiny_chat_pair() for _ in range(3)]
+    for pair, block in zip(pairs, (1, 8, None), strict=True):
+        with nullcontext() if block is None else forwards.rotated_by(block):
+            pair.prepack("int8-fast")
+    assert [packed_form(pair.target.model) for pair in pairs] == [
+        "int8, unrotated, fast", "int8, rotated by 8, fast", "int8, rotated, fast"]
 
 
 def test_forwards_of_a_causal_lm_that_drafts(tmp_path, capsys, monkeypatch):

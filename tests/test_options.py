@@ -276,6 +276,16 @@ def test_an_option_that_changes_nothing_is_warned_of(small, caplog, given, said)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said) and said in caplog.text
 
 
+def test_requests_alike_are_warned_of_once(small, caplog):
+    pair = eagle_fsd.EagleModel.from_parts(small.target.model, None, small.tokenizer)
+    with eagle_fsd.Engine(pair) as engine:
+        for top_p, threshold in ((0.9, 0.3), (0.8, 0.4)):
+            engine.submit(PROMPT, max_new_tokens=2, top_p=top_p, threshold=threshold).result()
+        engine.submit(PROMPT, max_new_tokens=2, top_k=3).result()
+    assert [record.message.partition(" changes")[0] for record in caplog.records] == [
+        "fsd with threshold 0.3", "top_p=", "top_k="]
+
+
 def test_what_is_shown_of_a_model_and_an_answer(small):
     out = eagle_fsd.generate(PROMPT, small, max_new_tokens=40)
     stats = out.stats

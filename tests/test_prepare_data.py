@@ -18,6 +18,7 @@ from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset, encode_record
 from eagle_fsd.data.files import append_lines
 from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.models.linear import Int8
 from train import answers
 from train.answers import Respondent, endpoint_writer, is_sensible, local_writer, regenerate, self_prompted
 from train.prepare_data import Arguments, exclude_overlapping, run
@@ -329,8 +330,9 @@ def test_what_answers_depend_on_is_compared_before_any_is_written(tmp_path, mode
             (["--seed", "1"], "seed")):
         if part == "quantization" and not torch.cpu._is_vnni_supported():
             continue
-        with pytest.raises(ValueError, match=f"answers.jsonl was made with another .*{part} "):
+        with pytest.raises(ValueError, match=f"answers.jsonl was made with another .*{part} ") as refused:
             prepared(*more)
+        assert part != "quantization" or f"now {Int8.NAME})" in str(refused.value)
     with serving(model) as server, pytest.raises(ValueError, match="another .*endpoint .*endpoint_model "):
         prepared("--endpoint", f"{server.url}/v1")
 

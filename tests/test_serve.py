@@ -229,6 +229,17 @@ def test_errors_reach_the_client_as_its_own(client, changed, error, param):
     assert found.value.param == param and found.value.body["message"]
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_other_than_text_are_refused_by_name(client, kind):
+    content = [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "data:"}}]
+    with pytest.raises(openai.BadRequestError) as found:
+        client.chat.completions.create(**{**OPTIONS, "messages": [{"role": "user", "content": content}]})
+    assert found.value.param == "messages.0.content.1.type"
+    assert found.value.body["message"] == (
+        'messages.0.content.1.type must be "text", since images, audio and files are not supported here, '
+        f"got {kind!r}")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_row(server, stream):
     async def leave():

@@ -468,7 +468,7 @@ def test_copies_are_accepted_exactly(name):
     case, seen = small_case(4), Counter()
     for steps in draw_from(case, make_rule(name, 0.9, head_guard=None), 0, 2000):
         for step, after in itertools.pairwise(steps):
-            seen[bool(case.tree.by_head[0, after.node]), step.is_exact] += 1
+            seen[bool(case.tree.by_drafter[0, after.node]), step.is_exact] += 1
     assert seen[True, False] > 10 and seen[False, True] > 10 and not seen[False, False]
 
 

@@ -61,6 +61,9 @@ def test_templates_may_read_single_arguments_and_broken_ones_stay_text(model):
     assert "<tool>city=Köln;days=[1, 2];</tool>" in rendered(model, CALLS.replace("ARGUMENTS", items), ARGUMENTS)
     printed = CALLS.replace("ARGUMENTS", "{{ c.function.arguments }}")
     assert "<tool>{broken</tool>" in rendered(model, printed, "{broken")
+    for missing in ("", None, "{}"):
+        assert "<tool>{}</tool>" in rendered(model, printed, missing)
+        assert "<tool></tool>" in rendered(model, CALLS.replace("ARGUMENTS", items), missing)
 
 
 def test_ids_fit_templates_that_want_nine_letters_and_digits(model):

@@ -523,7 +523,7 @@ def test_from_conversations_to_a_head(place, tmp_path, monkeypatch):
             train(settings(place, tmp_path / "run", **given | changes))
     with monkeypatch.context() as context:  # what is stored is of other weights, template or quantisation
         context.setattr(Trainer, "train_step", lambda self: pytest.fail("computed something"))
-        with pytest.raises(ValueError, match="data was made with another quantization .was None, now int8"):
+        with pytest.raises(ValueError, match="data was made with another quantization .was None, now int8, rotated"):
             train(settings(place, tmp_path / "run", **given, quantization="int8"))
         tokenizer.chat_template = CHAT_TEMPLATE.replace("<user>", "<user> ")
         tokenizer.save_pretrained(tmp_path / "target")

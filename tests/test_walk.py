@@ -236,10 +236,10 @@ def test_a_function_may_answer_in_several_forms():
     case = random_case(3, greedy=False)
     exact, fuzzy = case.paths(make_rule("exact")), case.paths(make_rule("fsd", math.inf, head_guard=None))
     for function in (lambda nodes: nodes.warped[0], lambda nodes: nodes.warped.double(),
-                     lambda nodes: Weights(nodes.steps - 3.0, torch.tensor([-3.0]))):
+                     lambda nodes: Weights(nodes.child_logits - 3.0, torch.tensor([-3.0]))):
         assert case.paths(make_rule(function)) == exact
-    assert case.paths(make_rule(lambda nodes: Weights(nodes.steps, -1e9))) == fuzzy != exact
-    stopped = case.walk(make_rule(lambda nodes: Weights(nodes.steps, -1e9, stop=torch.tensor([True]))))
+    assert case.paths(make_rule(lambda nodes: Weights(nodes.child_logits, -1e9))) == fuzzy != exact
+    stopped = case.walk(make_rule(lambda nodes: Weights(nodes.child_logits, -1e9, stop=torch.tensor([True]))))
     assert [len(steps) for steps in stopped] == [1] * 4
 
 
@@ -297,7 +297,7 @@ BROKEN = {
     lambda nodes: Weights(nodes.warped): (ValueError, r"Weights.children must be a tensor \[1, 8\], got \[1, 32\]"),
     lambda nodes: Weights(3.0): (ValueError, "Weights.children must be a tensor .*, got 3.0"),
     lambda nodes: None: (TypeError, "got NoneType"),
-    lambda nodes: Weights(nodes.steps, stop=torch.ones(2)): (RuntimeError, "Boolean value of Tensor"),
+    lambda nodes: Weights(nodes.child_logits, stop=torch.ones(2)): (RuntimeError, "Boolean value of Tensor"),
 }
 
 
@@ -325,7 +325,7 @@ def test_all_forms_of_weights_count_for_a_function(pair):
 
     exact = ask("exact").token_ids
     assert ask(lambda nodes: Weights()).token_ids == exact
-    assert ask(lambda nodes: Weights(nodes.steps.double())).token_ids == exact
+    assert ask(lambda nodes: Weights(nodes.child_logits.double())).token_ids == exact
     assert ask(lambda nodes: TokenWeights(nodes.warped)).token_ids == exact
-    receipts = ask(lambda nodes: Weights(nodes.steps, divergence=nodes.divergence("js"))).receipts
+    receipts = ask(lambda nodes: Weights(nodes.child_logits, divergence=nodes.divergence("js"))).receipts
     assert any(receipt.divergence is not None for receipt in receipts)

@@ -34,6 +34,7 @@ from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading.load import set_attention
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import generation_digest, tokenizer_digests
+from eagle_fsd.models.linear import form_name
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.utils.checks import check_interval, require_number
 
@@ -233,7 +234,8 @@ def regenerated(
         model = load_model(arguments, place, tokenizer)
         write = local_writer(model)
         about |= {"target": target_digest(model.target), "dtype": str(model.target.dtype),
-                  "quantization": arguments.quantization, "generation_config": generation_digest(model.target.model)}
+                  "quantization": form_name(arguments.quantization),
+                  "generation_config": generation_digest(model.target.model)}
     store = answers_path(arguments)
     writer = Respondent(
         # A larger batch keeps the server's slots full until its last requests.

@@ -22,7 +22,7 @@ from eagle_fsd.loading.load import pack_early
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.causal_lm import output_logits
 from eagle_fsd.models.digest import config_digest
-from eagle_fsd.models.linear import QUANTIZATIONS, check_quantization
+from eagle_fsd.models.linear import check_quantization, form_name
 from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to
 
@@ -175,9 +175,8 @@ class Teacher:
             target = open_target(config, accelerator, layers)
             return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)
-        form = None if config.quantization is None else QUANTIZATIONS[config.quantization].NAME
         check_same(config.features, {"dtype": features.index["dtype"], "quantization": features.index.get("weights")},
-                   {"dtype": f"torch.{config.target_dtype}", "quantization": form},
+                   {"dtype": f"torch.{config.target_dtype}", "quantization": form_name(config.quantization)},
                    "pass --target-dtype and --quantization as for the features")
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "

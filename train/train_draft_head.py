@@ -32,6 +32,7 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.digest import tokenizer_digests
+from eagle_fsd.models.linear import form_name
 from eagle_fsd.models.loading import bfloat16_is_faster
 
 from . import features, prepare_data
@@ -133,7 +134,7 @@ def check_unchanged(config: TrainingConfig, data: Path) -> None:
     names, found = (summary.get("data") or [], summary.get("sha256") or [])
     wanted = {"conversations": [digest or name for name, digest in zip(
                   config.conversations, prepare_data.digests(config.conversations), strict=True)],
-              "quantization": config.quantization, **tokenizer_digests(AutoTokenizer.from_pretrained(
+              "quantization": form_name(config.quantization), **tokenizer_digests(AutoTokenizer.from_pretrained(
                   target_source(config.target), trust_remote_code=config.trust_remote_code))}
     recorded = {name: made_by.get(name) for name in wanted}
     recorded["conversations"] = [digest or name for name, digest in zip(names, found, strict=False)]

@@ -17,6 +17,7 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.models.linear import form_name
 
 from .config import TrainingConfig
 from .heads import new_head, set_draft_vocabulary
@@ -58,7 +59,7 @@ class Trainer:
     """One training run, driven by `train.train_draft_head`.
 
     Attributes:
-        digests: what the settings name, by its content: data, target, features, head to continue from.
+        digests: what the settings name, by its content: data, target, features, head to continue from, form of int8.
 
     Raises:
         ValueError: settings, data, features, head and target do not match; checked before long work where possible.
@@ -84,7 +85,7 @@ class Trainer:
         self.digests = {
             "data": self.documents.digest(), "eval_data": config.eval_data and self.split.held_out.digest(),
             "split": str(self.split), "target": self.teacher.digest, "features": self.teacher.features.kind,
-            "init_from": initial}
+            "init_from": initial, "quantization": form_name(config.quantization)}
         self.schedule = Schedule(self.documents, self.split.learned, config)
         self.step, self.steps = 0, self.schedule.steps
         self._prepare(head)

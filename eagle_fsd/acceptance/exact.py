@@ -26,4 +26,4 @@ class Exact(Rule):
         return True
 
     def weigh(self, nodes: Nodes) -> Weights:
-        return Weights(nodes.steps)
+        return Weights(nodes.child_logits)

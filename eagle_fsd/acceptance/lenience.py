@@ -30,8 +30,8 @@ class Lenience(FuzzyRule):
         return greedy or self.threshold == 0
 
     def weigh(self, nodes: Nodes) -> Weights:
-        lifted, steps, threshold = self.candidates(nodes), nodes.steps, nodes.threshold
-        inside = steps.masked_fill(~lifted, -math.inf).double().logsumexp(-1)
+        lifted, logits, threshold = self.candidates(nodes), nodes.child_logits, nodes.threshold
+        inside = logits.masked_fill(~lifted, -math.inf).double().logsumexp(-1)
         # A token may have several columns, as a child of different nodes: it is lifted if one of them is.
         named = torch.zeros_like(nodes.warped).scatter_reduce_(1, nodes.tokens, lifted.float(), "amax") > 0
         outside = nodes.warped.masked_fill(named, -math.inf).logsumexp(-1).double()
@@ -44,4 +44,4 @@ class Lenience(FuzzyRule):
         handicap = torch.where(inside > -math.inf, handicap, 0.0).float()
 
         kept = lifted | nodes.is_exact
-        return Weights(torch.where(kept, steps, steps - handicap[:, None]), -handicap)
+        return Weights(torch.where(kept, logits, logits - handicap[:, None]), -handicap)

@@ -34,14 +34,14 @@ class Weights(NamedTuple):
         exact, tokens, children = nodes.exact, nodes.tokens, nodes.children
         if self.children is None:
             return exact
-        steps = self.children.masked_fill(~children, -math.inf)
+        weights = self.children.masked_fill(~children, -math.inf)
         own = nodes.warped.gather(1, exact[:, None])[:, 0] + self.others  # of the best other token
         if nodes.noise is not None:
-            steps = steps + nodes.noise.gather(1, tokens)
+            weights = weights + nodes.noise.gather(1, tokens)
             own = own + nodes.noise.gather(1, exact[:, None])[:, 0]
-        best = steps.amax(-1)
+        best = weights.amax(-1)
         none = nodes.warped.shape[-1]
-        first = tokens.masked_fill(~children | (steps != best[:, None]), none).amin(-1)
+        first = tokens.masked_fill(~children | (weights != best[:, None]), none).amin(-1)
         return torch.where((best > own) | (best == own) & (first < exact), first, exact)
 
 
@@ -69,17 +69,17 @@ class Nodes:
     exact: Tensor  # [B] long, the target's own token: argmax(warped + noise)
     tokens: Tensor  # [B, C] long
     children: Tensor  # [B, C] bool
-    by_head: Tensor  # [B, C] bool: proposed by the draft head, not by the text or a grammar alone
+    by_drafter: Tensor  # [B, C] bool: proposed by the drafter, not by the text or a grammar alone
     scores: Tensor  # [B, C], cumulative log-probability of the draft
     level_logits: Tensor | None  # [B, K, R], the draft's raw logits at this depth; None: it expanded no node here
-    draft_row: Tensor  # [B] long, the node's row of `level_logits`; -1: the draft did not expand it
+    draft_row: Tensor  # [B] long, the node's row of `level_logits`; -1: the drafter did not expand it
     draft_tokens: Tensor | None  # [R] long, the token ids of `level_logits`; None: 0 to R - 1
     threshold: Tensor  # [B] float64
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
     errors: dict[int, Exception]  # by row, raised by a user's function
     # [B, V], the draft's logits after all processors, -inf where it predicted nothing; None: the draft expanded no node
-    # here, or the rule does not read them (`Rule.mixes_draft`).
+    # here, or the rule does not read these logits (`Rule.mixes_draft`).
     warped_draft: Tensor | None = None
 
     @property
@@ -101,13 +101,13 @@ class Nodes:
 
     def row(self, row: int) -> Nodes:
         """A single row, as a batch of one."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
         mine = {name: part[row : row + 1] for name, part in parts.items()
                 if isinstance(part, Tensor) and name != "draft_tokens"}
         return Nodes(**{**parts, **mine})
 
     @property
-    def steps(self) -> Tensor:
+    def child_logits(self) -> Tensor:
         """[B, C]: warped logit of each child's token, -inf for other columns."""
         return self.warped.gather(1, self.tokens).masked_fill(~self.children, -math.inf)
 
@@ -117,7 +117,7 @@ class Nodes:
         return self.children & (self.tokens == self.exact[:, None])
 
     def known_empty(self, columns: Tensor) -> bool:
-        """Whether these columns [B, C] bool are empty in all rows; False if that would need to wait for a device."""
+        """Whether these columns [B, C] bool are empty in all rows; False on a GPU, for which a check would wait."""
         return self.raw.is_cpu and not columns.any()
 
     def inside_guard(

@@ -18,7 +18,7 @@ from ..drafting.coupling import NOISE_WEIGHT
 from ..utils.checks import check_interval
 from .nodes import Nodes, TokenWeights, Weights
 
-HEAD_GUARD = 0.7  # default of gating rules, which would else accept tokens of any probability (docs/fuzzy.md)
+HEAD_GUARD = 0.7  # default of gating rules, which would otherwise accept tokens of any probability (docs/fuzzy.md)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rule(ABC):
 class FuzzyRule(Rule):
     """A rule that may accept children other than the target's own token: fuzzy steps.
 
-    Only tokens that the draft head proposed may be fuzzy. A token copied from the text is accepted only if the target
+    Only tokens that the drafter proposed may be fuzzy. A token copied from the text is accepted only if the target
     draws it; otherwise an uncertain target could be led to repeat its own text (docs/results/fuzzy.md).
 
     Args:
@@ -70,9 +70,9 @@ class FuzzyRule(Rule):
             check_interval("head_guard", self.head_guard, 1.0, True)
 
     def candidates(self, nodes: Nodes) -> Tensor:
-        """[B, C] bool: children that a fuzzy step may accept: proposed by the draft head, not truncated, and inside the
+        """[B, C] bool: children that a fuzzy step may accept: proposed by the drafter, not truncated, and inside the
         head guard."""
-        return nodes.inside_guard(self.head_guard) & nodes.by_head & (nodes.steps > -math.inf)
+        return nodes.inside_guard(self.head_guard) & nodes.by_drafter & (nodes.child_logits > -math.inf)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class GatingRule(FuzzyRule):
 def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> Weights:
     """Draw among the eligible children [B, C] where there are any; elsewhere the target's own token."""
     restricted = eligible.any(-1)
-    steps = nodes.steps.masked_fill(restricted[:, None] & ~eligible, -math.inf)
-    return Weights(steps, torch.where(restricted, -math.inf, 0.0), divergence=divergence)
+    weights = nodes.child_logits.masked_fill(restricted[:, None] & ~eligible, -math.inf)
+    return Weights(weights, torch.where(restricted, -math.inf, 0.0), divergence=divergence)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def walk(
     for row in [row for row in verified.errors if cut[row] < walked.going[row].sum()]:
         del verified.errors[row]  # at a node after a tentative token: its text is not emitted
     integers, numbers, logprobs = emitted(walked, cut, verified.raw)
-    # The only wait: two small copies, of integers and flags, and of numbers.
+    # The only wait: two small transfers, of integers and flags, and of numbers.
     parts = integers.tolist(), numbers.tolist()
     return steps_of(*parts, *([part.tolist() for part in reversed(logprobs.topk(top))] if top else ()))
 
@@ -146,7 +146,7 @@ def descend(
         token, decided, weights, drawable = exact, everywhere, Weights(), warped
         if not lossless:
             level_logits = verified.draft_logits[depth] if depth < len(verified.draft_logits) else None
-            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_head, tree.scores, level_logits,
+            nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_drafter, tree.scores, level_logits,
                           tree.draft_rows[rows, node], verified.draft_tokens, threshold, budget.left, going,
                           verified.errors)
             if rule.mixes_draft and level_logits is not None:

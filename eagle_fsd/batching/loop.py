@@ -50,7 +50,7 @@ class Loop:
                 why = "it was closed" if self.error is None else f"it has failed: {self.error!r}"
                 raise EngineClosed(f"the engine accepts no more requests: {why}") from self.error
             if len(self.queue) >= self.max_waiting:
-                raise QueueFull(f"{len(self.queue)} requests wait already, as many as may (max_waiting)")
+                raise QueueFull(f"{len(self.queue)} requests wait already, the limit is max_waiting={self.max_waiting}")
             self.rows.live[request] = weakref.ref(ticket)
             self.queue.append(request)
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class Loop:
     def _drop_cancelled(self) -> None:
         self.rows.drop_cancelled(everyone=self._cancelling)
         with self._changed:
-            for request in [each for each in self.queue if self.rows.cancelled(each)]:
+            for request in [waiting for waiting in self.queue if self.rows.cancelled(waiting)]:
                 request.finish("cancelled")
                 self.queue.remove(request)
                 self.rows.end(request)

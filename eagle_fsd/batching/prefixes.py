@@ -17,10 +17,10 @@ class Kept(NamedTuple):
 
 
 class Prefixes:
-    """Copies of the rows that ended last.
+    """The caches of the rows that ended last.
 
     Args:
-        most: maximum number of rows. positions: maximum number of positions of all together.
+        most: maximum number of rows. positions: maximum number of positions in all of them together.
     """
 
     def __init__(self, most: int, positions: int) -> None:
@@ -32,9 +32,9 @@ class Prefixes:
         text = request.tokens[: forwards.lengths[number]]
         if not self.most or not text or len(text) > self.positions:
             return
-        self.kept = [each for each in self.kept if shared_prefix(each.tokens, text) < len(each.tokens)]
+        self.kept = [kept for kept in self.kept if shared_prefix(kept.tokens, text) < len(kept.tokens)]
         while self.kept and (len(self.kept) >= self.most
-                             or sum(len(each.tokens) for each in self.kept) + len(text) > self.positions):
+                             or sum(len(kept.tokens) for kept in self.kept) + len(text) > self.positions):
             del self.kept[0]
         self.kept.append(Kept(text, forwards.row(number)))
 
@@ -45,7 +45,7 @@ class Prefixes:
             forwards: of the new request. rows: of the running requests, `others`.
         """
         cached = [(rows, number, other.tokens) for number, other in enumerate(others)]
-        cached += [(each.forwards, 0, each.tokens) for each in self.kept]
+        cached += [(kept.forwards, 0, kept.tokens) for kept in self.kept]
         shared = [row.shared(number, tokens, request)[0] for row, number, tokens in cached]
         if not any(shared):
             return

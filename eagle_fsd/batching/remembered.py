@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..drafting.copies import SEPARATOR, TextIndex
 
-PARTS = 4  # least number of parts of a pool that takes up all the space; the oldest part is dropped as a whole
+PARTS = 4  # minimum number of parts of a pool that fills all the space; the oldest part is dropped as a whole
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Part:
 
 
 class Remembered:
-    """Answers by pool, such as one pool per API key. For the engine's thread only.
+    """Answers by pool, such as one pool per API key. Only the engine's thread uses it.
 
     An index only grows, so that a pool has several. When there is no more space, the pool that was added to least
     recently loses its oldest part. A repeated answer makes its pool the latest one.

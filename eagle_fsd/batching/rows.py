@@ -88,7 +88,7 @@ class EngineStats:
 
 
 class Rows:
-    """A batch of requests that changes between cycles. For the engine's thread only.
+    """A batch of requests that changes between cycles. Only the engine's thread uses it.
 
     A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token.
 
@@ -105,9 +105,10 @@ class Rows:
         remember: int = 0,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        # Of the largest tree, which copies may fill up; where the model chooses it, they may be `MOST_NODES`.
-        self.nodes = max(MOST_NODES if tree is None else 1, *(each.total_tokens for each in trees))
-        self.levels = max(each.depth * each.top_k for each in trees)  # positions in the draft's cache besides the text
+        # Nodes of the largest tree, which copies may fill; a tree that the model chooses has up to `MOST_NODES`.
+        self.nodes = max(MOST_NODES if tree is None else 1, *(config.total_tokens for config in trees))
+        # Positions in the draft's cache besides the text.
+        self.levels = max(config.depth * config.top_k for config in trees)
         self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
@@ -141,9 +142,11 @@ class Rows:
         return ticket is None or ticket.cancelled
 
     def _choice(self, requests: Sequence[Request]) -> Choice:
-        """The tree for these. A fuzzy rule's text depends on it: a fixed one gives way to a request's own only where
-        all are lossless. Without a head the choice is a cost, by which copies are as many as pay. Where temperatures
-        differ, the first row's chooses the curves, which only predict how many tokens are accepted."""
+        """What a batch of these requests drafts.
+
+        A request's own tree replaces a fixed one only if all requests are lossless, since the text of a fuzzy request
+        depends on the tree. Without a drafter, the choice prices the nodes of a cycle and so limits the copies in it.
+        If temperatures differ, the first row's selects the curves, which only predict acceptance."""
         requests, count = [request for request in requests if request.params.speculative], len(requests)
         if not requests:
             return Choice(None)
@@ -169,17 +172,17 @@ class Rows:
                              f"{most}")
 
     def share(self, length: int) -> int:
-        """New tokens after a prompt of this length, up to the end of the context or of a row's share of positions."""
-        each = max(self.positions // self.most - self.nodes, min(length + LEAST, self.positions - self.nodes))
+        """New tokens after a prompt of this length, limited by the context and by a row's share of all positions."""
+        share = max(self.positions // self.most - self.nodes, min(length + LEAST, self.positions - self.nodes))
         limit = self.model.target.position_limit(length)
-        return max(1, (each if limit is None else min(each, limit)) - length)
+        return max(1, (share if limit is None else min(share, limit)) - length)
 
     def fits(self, request: Request) -> bool:
         """Whether the request can start now."""
         if self.prefilling is not None:
             return False
         requests = [*self.requests, request]
-        batches = self.model.target.batches([len(each.prompt) for each in requests])
+        batches = self.model.target.batches([len(row.prompt) for row in requests])
         return len(batches) == 1 and self._size(requests) is not None
 
     def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
@@ -187,8 +190,8 @@ class Rows:
         needed, rows = max(map(positions_of, requests)) + self.nodes, len(requests)
         if rows > self.most or rows * needed > self.positions:
             return None
-        each = min(-(-needed // STEP) * STEP, self.positions // rows)
-        return min(1 << (rows - 1).bit_length(), self.most, self.positions // each), each
+        room = min(-(-needed // STEP) * STEP, self.positions // rows)
+        return min(1 << (rows - 1).bit_length(), self.most, self.positions // room), room
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Enlarge the caches if the current texts do not fit: step by step, up to the size for the whole texts."""
@@ -200,8 +203,8 @@ class Rows:
             if self.model.captured is not None:  # new caches would need new captures
                 rows, needed = min(self.most, self.positions // most), most
             least = cache.capacity if needed <= cache.capacity else max(-(-needed // STEP) * STEP, 2 * cache.capacity)
-            each = min(most, least)
-            self.decoder.forwards.resize(rows, each, each + self.levels)
+            room = min(most, least)
+            self.decoder.forwards.resize(rows, room, room + self.levels)
 
     def _grow(self) -> None:
         """Make room for another cycle. If memory runs out, the longest requests end with this error."""
@@ -236,7 +239,7 @@ class Rows:
             self.end(request)
 
     def prefill_chunk(self, most: int) -> int:
-        """Process at most this many tokens of the prompt in progress; return how many it were."""
+        """Process at most this many tokens of the prompt in progress, and return their number."""
         alone = self.prefilling
         (request,), before = alone.requests, alone.forwards.lengths[0]
         try:
@@ -336,7 +339,7 @@ class Rows:
             self.end(request)
 
     def release(self) -> None:
-        """Free the caches after the last cycle: decoder and rows are a reference cycle, which would stay for long."""
+        """Free the caches after the last cycle: a reference cycle of decoder and rows would keep them for a while."""
         self.prefixes.kept.clear()
         self.decoder = self.prefilling = None
 
@@ -345,7 +348,7 @@ class Rows:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Replace an error's traceback by its text: a user may keep the error, and frames refer to caches and the model."""
+    """Replace an error's traceback by its text: users may keep errors, and frames refer to the caches and the model."""
     if error is None or error.__traceback__ is None:
         return
     if sys.version_info >= (3, 11):

@@ -21,15 +21,15 @@ from ..drafting.tree import DraftTree
 from ..models.target import TargetModel
 
 COLUMNS = 9  # of a table: `walk.emitted`'s five integers and four numbers, all as float64
-BUCKET = 512  # slots of the smallest bucket; the next ones are twice as large each
-ALIGNED = 64  # a last bucket that is a multiple needs no padded mask
+BUCKET = 512  # slots of the smallest bucket; each further one is twice as large as the one before
+ALIGNED = 64  # a last bucket that is a multiple of it needs no padded mask
 
 
 class Buffers:
     """Tensors of R rows that share a tree. All are on the device of trees, logits and features.
 
     Args:
-        drafter: None: there is none, nor a tree: decoding is plain.
+        drafter: None: there is neither a drafter nor a tree, and decoding is plain.
         storages: [layers, 2, R, H, C, D] of the target's cache, and of the drafter's.
         copying: whether copies may join the trees.
     """
@@ -46,9 +46,9 @@ class Buffers:
         self.most = tree.total_tokens if copying else self.nodes  # N of a tree with copies
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
-        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not make it anew
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
         self.reads_features = drafter is not None and drafter.reads_features
-        # Positions by which the drafter's cache is longer than the target's after a draft: it has the root, too.
+        # Positions by which the drafter's cache is longer than the target's after a draft: it also holds the root.
         self.lead = int(drafter is not None and not drafter.reads_features)
         integers = self._new(torch.long)
         # Each row's text.
@@ -78,7 +78,7 @@ class Buffers:
         self.known: tuple = ()  # positions in both caches
         self.known_weights: list[float] = []
         self.fed = self.path  # columns of `fed_tokens` in use
-        self.ahead: object = None  # settings of the draft, or the table of the plain cycle, that has been launched
+        self.ahead: object = None  # settings of the draft that has been launched, or the table of the plain cycle
 
     def _new(self, dtype: torch.dtype):
         return lambda *shape: torch.zeros(self.rows, *shape, dtype=dtype, device=self.device)
@@ -97,11 +97,11 @@ class Buffers:
                                   for level in range(self.config.depth if self.config else 0)]
         return self._draft_logits
 
-    def table(self, steps: int) -> Tensor:
+    def table(self, path: int) -> Tensor:
         """[R, P, 9]: the result of a walk."""
-        if steps not in self._tables:
-            self._tables[steps] = self._new(torch.float64)(steps, COLUMNS)
-        return self._tables[steps]
+        if path not in self._tables:
+            self._tables[path] = self._new(torch.float64)(path, COLUMNS)
+        return self._tables[path]
 
     def copies(self, size: int) -> tuple[Tensor, Tensor]:
         """[R, 4, M] and [R, M], see `join`."""
@@ -109,17 +109,17 @@ class Buffers:
             self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
         return self._copies[size]
 
-    def steps(self, count: int) -> int | None:
+    def path_for(self, count: int) -> int | None:
         """The smallest P of a program for paths of this many steps; None: they are too long."""
         sizes = sorted({self.path, *(1 << power for power in range(4, 12)), self.most})
         return next((size for size in sizes if self.path <= size <= self.most and size >= count), None)
 
     def bucket(self, needed: int) -> int | None:
-        """Slots to read of the target's cache; None: it has not as many."""
+        """The number of slots to read in the target's cache; None: the cache is too small."""
         return bucket_of(needed, self.storage.shape[-2])
 
     def draft_bucket(self, read: Sequence[int]) -> int | None:
-        """Slots to read of the drafter's cache, for a draft after rows with these numbers of positions."""
+        """As `bucket`, of the drafter's cache, after rows with these numbers of positions."""
         needed = max(read) + self.fed + self.config.top_k * (self.config.depth - 1)
         return bucket_of(needed, self.draft_storage.shape[-2])
 
@@ -131,14 +131,15 @@ class Buffers:
     # Read by the host ---------------------------------------------------------------------------------------------
 
     def download(self, *buffers: Tensor) -> Download:
-        """Start copies of buffers to the host."""
-        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda, device="cpu") for each in buffers]
-        for copy, each in zip(copies, buffers, strict=True):
-            copy.copy_(each, non_blocking=True)
+        """Start to copy buffers to the host."""
+        values = [torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda, device="cpu")
+                  for buffer in buffers]
+        for value, buffer in zip(values, buffers, strict=True):
+            value.copy_(buffer, non_blocking=True)
         event = torch.cuda.Event() if self.device.type == "cuda" else None
         if event is not None:
             event.record()
-        return Download(copies, event)
+        return Download(values, event)
 
     # Written by the host ------------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class Buffers:
         buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
 
     def store(self, tree: DraftTree) -> None:
-        """Replace the trees by others of at most `most` nodes, filled up with copies of their roots."""
+        """Replace the trees by others of at most `most` nodes, filled up with repetitions of their roots."""
         count, rest = tree.tokens.shape[1], slice(tree.tokens.shape[1], None)
         store_tree(self.tree, tree)
         mine = self.tree
@@ -162,15 +163,15 @@ class Buffers:
 
 
 class Download(NamedTuple):
-    """Copies of buffers, complete after the event."""
+    """Buffers on their way to the host; they are there after the event."""
 
-    copies: list[Tensor]  # in pinned memory
+    values: list[Tensor]  # in pinned memory
     event: torch.cuda.Event | None
 
     def wait(self) -> list[list]:
         if self.event is not None:
             self.event.synchronize()
-        return [copy.tolist() for copy in self.copies]
+        return [value.tolist() for value in self.values]
 
 
 def store_tree(buffers: DraftTree, tree: DraftTree) -> None:
@@ -187,7 +188,7 @@ def first_nodes(buffers: DraftTree, count: int, max_depth: int, *, joined: bool)
     """Views of the first nodes.
 
     Args:
-        joined: whether others than the head may have drafted nodes.
+        joined: whether nodes may come from sources other than the drafter.
     """
     return replace(
         buffers, tokens=buffers.tokens[:, :count], parents=buffers.parents[:, :count],
@@ -197,7 +198,7 @@ def first_nodes(buffers: DraftTree, count: int, max_depth: int, *, joined: bool)
 
 
 def bucket_of(needed: int, capacity: int) -> int | None:
-    """The smallest bucket of at least this many slots; the last one is as large as fits. None: none is large enough."""
+    """The smallest bucket with at least this many slots; the last one fills the cache. None: all are too small."""
     size = BUCKET
     while size < needed:
         size *= 2

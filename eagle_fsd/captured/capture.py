@@ -18,7 +18,7 @@ from ..data.progress import Progress
 
 log = logging.getLogger(__name__)
 _capturing = threading.Lock()
-SOON = 2.0  # seconds without a progress bar: usually all is captured by then, and a user may be reading an answer
+SOON = 2.0  # seconds before a progress bar appears: most captures end earlier, and a user may be reading an answer
 MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
 
 
@@ -35,7 +35,7 @@ def uncollected() -> Iterator[None]:
 
 
 class Inputs(TorchDispatchMode):
-    """Collects the tensors that operations read and that none of them has made."""
+    """Collects the tensors that operations read and that no operation before has made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Inputs(TorchDispatchMode):
         self.read: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor) and (storage := each.untyped_storage()._cdata) not in self.made:
-                self.read[storage] = each
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and (storage := value.untyped_storage()._cdata) not in self.made:
+                self.read[storage] = value
         out = function(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and (storage := each.untyped_storage()._cdata) not in self.read:
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and (storage := value.untyped_storage()._cdata) not in self.read:
                 self.made.add(storage)
         return out
 
@@ -75,8 +75,8 @@ class Pool:
     """Programs that run one after the other, by key, with a memory pool for their graphs. On CUDA the first run of a
     program captures it.
 
-    Nothing in here refers back to the pool: without references to it, graphs are freed at once, which a garbage
-    collection could delay until memory has run out.
+    No program refers back to the pool. So its graphs are freed with the last reference to it; left to the garbage
+    collector, they might outlive the free memory.
 
     Args:
         most: number of programs; the least recently used one is dropped.
@@ -85,17 +85,17 @@ class Pool:
     def __init__(self, device: torch.device, most: int = MOST_PROGRAMS) -> None:
         self.device, self.most = device, most
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self.failed: Exception | None = None  # of a capture: there are no others
+        self.failed: Exception | None = None  # the error of a capture, after which nothing more is captured
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of captures
         self.bar: Progress | None = None  # from the first capture of a cycle to its end
 
     def handle(self) -> tuple[int, int]:
-        """Of the memory pool: that of a graph that exists, since the memory of a pool without graphs may be freed."""
-        graph = next((each.graph for each in self.programs.values() if each.graph is not None), None)
+        """The handle of the memory pool, from an existing graph: a pool without graphs may have been freed."""
+        graph = next((program.graph for program in self.programs.values() if program.graph is not None), None)
         return torch.cuda.graph_pool_handle() if graph is None else graph.pool()
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Run the program of this key, made of the function if there is none."""
+        """Run the program of this key; make it from the function if there is none."""
         program = self.programs.get(key)
         if program is None:
             while len(self.programs) >= self.most:
@@ -124,7 +124,7 @@ class Pool:
         program.graph, program.inputs = graph, list(inputs.read.values())
 
     def close_bar(self) -> None:
-        """At the end of a cycle: a user may be reading an answer."""
+        """Close the bar at the end of a cycle: a user may be reading an answer."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None

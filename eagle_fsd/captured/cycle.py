@@ -1,4 +1,4 @@
-"""The host's part of a captured cycle: which cycles can be captured, what the programs read, and the order of launches.
+"""The host's part of a captured cycle: which cycles can be captured, what programs read, and the order of launches.
 
 After the walk of a cycle the draft of the next one is launched, before the host waits for the walk's table. So the
 device drafts while the host extends the answers and looks for copies. A request that has ended wastes one draft.
@@ -83,7 +83,7 @@ class Home:
             if cache.batch == 1:  # a masked slot is read too: it must be finite
                 storage[..., cache.length :, :].zero_()
         self.pool = Pool(target.output_device)
-        # Those of programs in the pool, which bounds their number: requests may have any trees.
+        # Those that programs in the pool refer to, so that the pool bounds their number, whatever trees requests have.
         self.buffers: WeakValueDictionary[tuple, Buffers] = WeakValueDictionary()
         self.weights = weights_key(target, drafter)
 
@@ -103,7 +103,7 @@ class Home:
         """Whether its caches are large enough. Without a drafter `draft_room` is 0."""
         rooms = [room, draft_room] if draft_room else [room]
         return len(rooms) == len(self.storages) and all(
-            storage.shape[-2] >= each and storage.shape[2] >= rows for storage, each
+            storage.shape[-2] >= needed and storage.shape[2] >= rows for storage, needed
             in zip(self.storages, rooms, strict=True))
 
     def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
@@ -122,7 +122,7 @@ class Home:
 
 
 class CapturedCycles:
-    """Runs cycles of a pair as captured programs, where these compute the same: see `settings_of`.
+    """Runs those cycles of a pair that captured programs compute with the same results: see `settings_of`.
 
     Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
     """
@@ -155,12 +155,12 @@ class CapturedCycles:
         """
         with self._lock:
             spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
-            home = next(spare, None)
+            home = next(spare, None) if self.support(self.target, self.drafter) else None  # a hook may be new
             if home is None:
                 capacity = capacity_of(room)
                 capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
                 return self._forwards(capacities, rows, [None, None])
-            forwards = self._forwards([each.shape[-2] for each in home.storages], home.storages[0].shape[2],
+            forwards = self._forwards([storage.shape[-2] for storage in home.storages], home.storages[0].shape[2],
                                       home.storages)
             home.owner = weakref.ref(forwards)
             storages_of(forwards)  # takes the spare ones
@@ -174,13 +174,13 @@ class CapturedCycles:
 
     def _home(self, forwards: Forwards) -> Home:
         with self._lock:
-            home = next((each for each in self._homes if each.belongs_to(forwards)), None)
+            home = next((known for known in self._homes if known.belongs_to(forwards)), None)
             if home is None:
                 home = Home(forwards)
-                apart = [each for each in self._homes  # one of two caches may have been replaced
-                         if not any(one is other for one in each.storages for other in home.storages)]
-                free = [each for each in apart if each.free]  # their memory may be needed
-                self._homes = [*(each for each in apart if each not in free[:-1]), home]
+                apart = [known for known in self._homes  # one of two caches may have been replaced
+                         if not any(one is other for one in known.storages for other in home.storages)]
+                free = [known for known in apart if known.free]  # their memory may be needed
+                self._homes = [*(known for known in apart if known not in free[:-1]), home]
             return home
 
     def programs(self, forwards: Forwards) -> dict[str, Callable[[], None]]:
@@ -240,17 +240,17 @@ class CapturedCycles:
             return self._plain(home, buffers, settings, requests, forwards)
         if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
             return None
-        nodes, steps, joined = buffers.nodes, buffers.path, any(copies)
+        nodes, path, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
-            nodes, steps = buffers.most, self._join(home, buffers, copies, plan)
+            nodes, path = buffers.most, self._join(home, buffers, copies, plan)
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
         if walk.marked:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
-        download = self._verify(home, buffers, walk, requests, bucket, nodes, steps)
-        buffers.fed, buffers.ahead = steps, None
+        download = self._verify(home, buffers, walk, requests, bucket, nodes, path)
+        buffers.fed, buffers.ahead = path, None
         self._draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
         table, *joined_origins = download.wait()  # the only wait
         origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
@@ -260,19 +260,19 @@ class CapturedCycles:
 
     def _verify(
         self, home: Home, buffers: Buffers, walk: WalkSettings, requests: Sequence[Request], bucket: int, nodes: int,
-        steps: int,
+        path: int,
     ) -> Download:
         """Launch the target's forward and the walk."""
         processors = requests[0].params.processors
         home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
-        home.pool.run(("walk", buffers.key, walk, nodes, steps),
-                      partial(walk_and_keep, buffers, self.target, walk, processors, nodes, steps))
-        return buffers.download(buffers.table(steps), *([buffers.origins] if walk.joined else []))
+        home.pool.run(("walk", buffers.key, walk, nodes, path),
+                      partial(walk_and_keep, buffers, self.target, walk, processors, nodes, path))
+        return buffers.download(buffers.table(path), *([buffers.origins] if walk.joined else []))
 
     def _plain(
         self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], forwards: Forwards
     ) -> list[Walked]:
-        """A cycle without drafting. The device needs nothing of the host for the next one, which is launched first."""
+        """A cycle without drafting. The next one needs nothing from the host and is launched first."""
         lengths, tables = forwards.cache.lengths, [buffers.ahead]
         for ahead in range(2):
             bucket = buffers.bucket(max(lengths) + ahead + 1)
@@ -283,25 +283,25 @@ class CapturedCycles:
         return self._finish(buffers, forwards, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
     def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
-        """Add copies to the trees; returns the steps of the longest path."""
+        """Add copies to the trees; returns P, the steps of the longest path."""
         size = size_of(copies)
         if size is None or buffers.most > buffers.wide + size:  # on the host, which waits for the draft
             wide = first_nodes(buffers.wide_tree, buffers.wide, buffers.config.depth, joined=False)
             tree = join_drafts(wide, copies, plan)
             buffers.store(tree)
-            return buffers.steps(tree.max_depth + 1)
+            return buffers.path_for(tree.max_depth + 1)
         *columns, deepest = packed(copies, size)
         for buffer, values in zip(buffers.copies(size), columns, strict=True):
             buffers.upload(buffer, values)
-        steps = buffers.steps(min(max(deepest, buffers.config.depth) + 1, buffers.most))
-        home.pool.run(("join", buffers.key, size, steps), partial(join_copies, buffers, size, steps))
-        return steps
+        path = buffers.path_for(min(max(deepest, buffers.config.depth) + 1, buffers.most))
+        home.pool.run(("join", buffers.key, size, path), partial(join_copies, buffers, size, path))
+        return path
 
     def _load(
         self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, lengths: list[int], read: list[int],
         weights: list[float],
     ) -> bool:
-        """Copy the rows into the buffers, if they are not there. False: a row has too many unread tokens."""
+        """Copy the rows into the buffers unless they are there. False: a row has too many unread tokens."""
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
             buffers.known_weights, buffers.ahead = weights, None
@@ -328,7 +328,7 @@ class CapturedCycles:
     ) -> bool:
         """Copy what the drafter has not processed. False: a row has too many such tokens."""
         unread = [forwards.unread(number, request) for number, request in enumerate(requests)]
-        fed = buffers.steps(max(map(len, unread)))
+        fed = buffers.path_for(max(map(len, unread)))
         if fed is None:
             return False
         if buffers.reads_features:
@@ -345,11 +345,12 @@ class CapturedCycles:
     def _draft(
         self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], read: Sequence[int]
     ) -> bool:
-        """Launch a draft after rows with these numbers of positions in the drafter's cache. False: it has no room."""
+        """Launch a draft after rows with these numbers of positions in the drafter's cache. False: it is too small."""
         bucket = buffers.draft_bucket(read)
         if bucket is None:
             return False
-        own = LogitsProcessorList(each for each in requests[0].params.processors if isinstance(each, WARPERS))
+        processors = requests[0].params.processors
+        own = LogitsProcessorList(processor for processor in processors if isinstance(processor, WARPERS))
         home.pool.run(
             ("draft", buffers.key, settings.draft, bucket, buffers.fed),
             partial(draft, buffers, self.target, self.drafter, settings.draft, own, bucket, buffers.fed))
@@ -371,18 +372,18 @@ class CapturedCycles:
             features = buffers.fed_features[:, : max(map(len, walks))].clone()
             forwards.unread_features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
         buffers.known = ends, drafted
-        return [Walked(*each, buffers.config.depth if read else 0) for each in zip(walks, origins, strict=True)]
+        return [Walked(*walked, buffers.config.depth if read else 0) for walked in zip(walks, origins, strict=True)]
 
 
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
     first, params = requests[0].params, [request.params for request in requests]
-    if plan.limits_nodes or any(each.top_logprobs or plan.tree and not each.speculative for each in params):
+    if plan.limits_nodes or any(row.top_logprobs or plan.tree and not row.speculative for row in params):
         return None
-    if not share_processors(requests) or not all(type(each) in WARPERS for each in first.processors):
+    if not share_processors(requests) or not all(type(processor) in WARPERS for processor in first.processors):
         return None
-    if any(type(rule) not in RULES.values() or each.greedy != first.greedy
-           for rule, each in zip(rules, params, strict=True)):
+    if any(type(rule) not in RULES.values() or row.greedy != first.greedy
+           for rule, row in zip(rules, params, strict=True)):
         return None
     own = {EXACT if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
@@ -390,13 +391,13 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return None
     if plan.tree is None:  # no rule can choose
         own, rule = {EXACT}, EXACT
-    weights = [each.noise_weight(rule) if plan.tree else 0.0 for each, rule in zip(params, rules, strict=True)]
+    weights = [row.noise_weight(rule) if plan.tree else 0.0 for row, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
-    key = tuple((type(each), *vars(each).items()) for each in first.processors)
-    fuzzy = [each for each in params if rule != EXACT]
-    walk = WalkSettings(rule, first.greedy, key, any(each.budget is not None for each in fuzzy),
-                        len(own) > 1 or any(each.within is not None for each in fuzzy), joined=False)
+    key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
+    fuzzy = [row for row in params if rule != EXACT]
+    walk = WalkSettings(rule, first.greedy, key, any(row.budget is not None for row in fuzzy),
+                        len(own) > 1 or any(row.within is not None for row in fuzzy), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)
@@ -419,7 +420,7 @@ def capacity_of(room: int) -> int:
 
 
 def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
-    """Changes with the weights and the structure of both models."""
+    """A key that changes with the weights and the structure of either model."""
     tensors = [*target.model.parameters()]
     if isinstance(drafter, DraftModel):
         tensors += drafter.model.parameters()

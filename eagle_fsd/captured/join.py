@@ -1,7 +1,7 @@
-"""`drafting.join` on a device: the head's trees and copies as one tree, in operations of fixed shapes.
+"""`drafting.join` on a device: the drafter's trees and copies as one tree, in operations of fixed shapes.
 
-R rows, W nodes of the head's trees, M copies (at most) of a row, N nodes of a joined tree. Joined nodes are numbered as
-by `JoinedRow`: 0 to W - 1 the head's, then W + m the copy m, unless it is one of the head's.
+R rows, W nodes of the drafter's trees, M copies (at most) of a row, N nodes of a joined tree. Joined nodes are numbered
+as by `JoinedRow`: 0 to W - 1 the drafter's, then W + m the copy m, unless it is one of the drafter's.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ import torch
 from torch import Tensor
 
 from ..drafting.copies import Copies
-from ..drafting.join import step_between
+from ..drafting.join import log_prob_between
 from ..drafting.tree import DraftTree, ancestors_of
 
 SIZES = (64, 256)  # of M
 
 
 def size_of(copies: Sequence[Copies | None]) -> int | None:
-    """The smallest M for these copies; None: they are too many."""
-    most = max(len(each.tokens) if each else 0 for each in copies)
+    """The smallest M for these copies; None: there are too many."""
+    most = max(len(row.tokens) if row else 0 for row in copies)
     return next((size for size in SIZES if size >= most), None)
 
 
 def packed(copies: Sequence[Copies | None], size: int) -> tuple[list[list[list[int]]], list[list[float]], int]:
-    """Token, parent, depth and drafter (0: there is no such copy) of each copy, [R, 4, M]; its step, [R, M]; and the
-    largest depth."""
-    columns, steps, deepest = [], [], 0
+    """Token, parent, depth and origin (0: there is no such copy) of each copy, [R, 4, M]; its log-probability after its
+    parent, [R, M]; and the largest depth."""
+    columns, log_probs, deepest = [], [], 0
     for row in copies:
         tokens, parents, scores, matched = row[:4] if row else ([], [], [], [])
         depths: list[int] = []
         for parent in parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         rest = [0] * (size - len(tokens))
-        origins = [1 if each else 2 for each in matched]
-        columns.append([[*each, *rest] for each in (tokens, parents, depths, origins)])
-        steps.append([step_between(0.0 if parent < 0 else scores[parent], score)
-                      for parent, score in zip(parents, scores, strict=True)] + [0.0] * len(rest))
+        origins = [1 if count else 2 for count in matched]
+        columns.append([[*column, *rest] for column in (tokens, parents, depths, origins)])
+        log_probs.append([log_prob_between(0.0 if parent < 0 else scores[parent], score)
+                          for parent, score in zip(parents, scores, strict=True)] + [0.0] * len(rest))
         deepest = max([deepest, *depths])
-    return columns, steps, deepest
+    return columns, log_probs, deepest
 
 
 def join(
-    tree: DraftTree,  # the head's
+    tree: DraftTree,  # the drafter's
     copies: Tensor,  # [R, 4, M] long, see `packed`
-    copied_steps: Tensor,  # [R, M] float64
+    copied_log_probs: Tensor,  # [R, M] float64
     count: int,  # N
-    levels: int,  # of the head, below the root
+    levels: int,  # of the drafter's trees, below the root
     deepest: int,  # levels of the joined tree, at least; deeper copies are left out
 ) -> DraftTree:
-    """The N best nodes of both, as `drafting.join.join_drafts`. Shorter rows are filled up with copies of the root."""
+    """The N best nodes of both, as `drafting.join.join_drafts`. Repetitions of the root fill up shorter rows."""
     tokens, parents, depths, origins = copies.unbind(1)  # [R, M]
     rows, head, size = len(tokens), tree.tokens.shape[1], tokens.shape[1]
     numbers = torch.arange(head + size, device=tokens.device)
 
-    # The head's node that each copy is, or -1: by token, and by a parent that is the same node.
+    # The drafter's node that each copy is, or -1: by token, and by a parent that is the same node.
     equal = (tree.tokens[:, None] == tokens[..., None]) & (tree.depths > 0)[:, None] & (origins > 0)[..., None]
     same = torch.full_like(tokens, -1)
     above = parents.clamp_min(0)
@@ -70,19 +70,19 @@ def join(
     # Both as one list of nodes, of which those that are not `real` are left out.
     scores = tree.scores.double()
     change = (scores - scores.gather(1, tree.parents)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    steps = torch.where(scores.isfinite(), change.clamp_max(0.0), -math.inf)
+    log_probs = torch.where(scores.isfinite(), change.clamp_max(0.0), -math.inf)
     taken = torch.where(same < 0, head, same)  # one more place for the others
-    steps = torch.cat([steps, steps[:, :1]], 1).scatter_reduce(1, taken, copied_steps, "amax")[:, :head]
-    steps = torch.cat([steps, copied_steps], 1)
+    log_probs = torch.cat([log_probs, log_probs[:, :1]], 1).scatter_reduce(1, taken, copied_log_probs, "amax")[:, :head]
+    log_probs = torch.cat([log_probs, copied_log_probs], 1)
     tokens, parents = torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, own_parents], 1)
     depths = torch.cat([tree.depths, depths], 1)
     draft_rows = torch.cat([tree.draft_rows, torch.full_like(same, -1)], 1)
     real = torch.cat([torch.ones_like(tree.tokens, dtype=torch.bool), (origins > 0) & (same < 0)], 1)
     real &= depths <= deepest
     origins = torch.cat([torch.zeros_like(tree.tokens), origins], 1)
-    scores = torch.zeros_like(steps)
+    scores = torch.zeros_like(log_probs)
     for level in range(1, deepest + 1):
-        scores = torch.where(depths == level, scores.gather(1, parents) + steps, scores)
+        scores = torch.where(depths == level, scores.gather(1, parents) + log_probs, scores)
 
     # The best first; if scores tie, parents before children. Then level by level.
     last = (~real).long().sort(dim=1, stable=True).indices

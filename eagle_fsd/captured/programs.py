@@ -59,8 +59,8 @@ class WalkSettings:
 
     Args:
         rule: its threshold is ignored, unless it is lossless. processors: kinds and numbers of the warpers.
-        budgeted: whether a row has a budget. marked: whether the rule does not decide everywhere, as a row has marks
-            between which it applies, or is exact.
+        budgeted: whether a row has a budget. marked: whether the rule decides only in places: a row has marks between
+            which it applies, or is exact.
         joined: whether copies may be in the trees.
     """
 
@@ -123,11 +123,11 @@ def draft(
             mine.copy_(level)
 
 
-def join_copies(buffers: Buffers, size: int, steps: int) -> None:
-    """Copies, at most `size` in a row, join the trees, whose paths have at most this many steps."""
+def join_copies(buffers: Buffers, size: int, path: int) -> None:
+    """Copies, at most `size` in a row, join the trees, whose paths have at most P = `path` steps."""
     levels = buffers.config.depth
     wide = first_nodes(buffers.wide_tree, buffers.wide, levels, joined=False)
-    tree = join(wide, *buffers.copies(size), buffers.most, levels, steps - 1)
+    tree = join(wide, *buffers.copies(size), buffers.most, levels, path - 1)
     store_tree(buffers.tree, tree)
     buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
 
@@ -175,7 +175,7 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
 
 
 @dataclass
-class Verified:
+class VerifiedBuffers:
     """`acceptance.walk.Verified` of buffers."""
 
     tree: DraftTree
@@ -199,35 +199,35 @@ class Verified:
 
 def walk_and_keep(
     buffers: Buffers, target: TargetModel, settings: WalkSettings, processors: LogitsProcessorList, nodes: int,
-    steps: int,
+    path: int,
 ) -> None:
-    """Walk down the trees, keep the paths in the target's cache, and feed them to the drafter's next read. The steps
-    are the rows of the table."""
+    """Walk down the trees, keep the paths in the target's cache, and feed them to the drafter's next read. The table
+    gets a line for each of the P = `path` steps."""
     features, lengths = buffers.features[:, :nodes], buffers.lengths
-    tree = first_nodes(buffers.tree, nodes, steps - 1, joined=settings.joined)
+    tree = first_nodes(buffers.tree, nodes, path - 1, joined=settings.joined)
     lossless = settings.rule.is_lossless(settings.greedy)
-    verified = Verified(tree, () if lossless else buffers.draft_logits(), buffers.draft_tokens,
-                        target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
+    verified = VerifiedBuffers(tree, () if lossless else buffers.draft_logits(), buffers.draft_tokens,
+                               target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
     left, within, fuzzy = buffers.left if settings.budgeted else None, None, buffers.fuzzy
     if settings.marked:
         within = Within(buffers.inside_marks & fuzzy, buffers.opening.masked_fill(~fuzzy, -1), buffers.closing)
-    walked = descend(settings.rule, verified, buffers.threshold, left, within, steps)
+    walked = descend(settings.rule, verified, buffers.threshold, left, within, path)
     if settings.marked:
         walked = walked._replace(divergence=walked.divergence.masked_fill(~fuzzy[:, None], math.nan))
     integers, numbers, _ = emitted(walked, cut_of(walked, settings.rule.window), verified.raw)
     node, token, count = integers[..., 0], integers[..., 1], integers[..., 4].sum(1)
 
     # The first `count` slots of the path are kept; what is written after them is stale.
-    ahead, rows = torch.arange(steps, device=lengths.device), torch.arange(len(lengths), device=lengths.device)[:, None]
+    ahead, rows = torch.arange(path, device=lengths.device), torch.arange(len(lengths), device=lengths.device)[:, None]
     kept = buffers.storage[:, :, rows, :, lengths[:, None] + node]  # [R, P, layers, 2, H, D]
     buffers.storage[:, :, rows, :, lengths[:, None] + ahead] = kept
     if buffers.config is None:
         buffers.tree.tokens.copy_(token)  # the next root
     else:
-        buffers.fed_tokens[:, :steps].copy_(token)
+        buffers.fed_tokens[:, :path].copy_(token)
         buffers.draft_lengths.copy_(lengths + buffers.lead)
         buffers.counts.copy_(count)
     if buffers.reads_features:
-        buffers.fed_features[:, :steps].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
+        buffers.fed_features[:, :path].copy_(features.gather(1, node[..., None].expand(-1, -1, features.shape[-1])))
     lengths.add_(count)
-    buffers.table(steps).copy_(torch.cat([integers.double(), numbers], -1))
+    buffers.table(path).copy_(torch.cat([integers.double(), numbers], -1))

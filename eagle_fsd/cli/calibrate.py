@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from ..measure.settings import EXACT, CalibrationOptions, QuestionOptions, read_settings
+from ..measure.settings import REFERENCE, CalibrationOptions, QuestionOptions, read_settings
 from ..utils.checks import require_number
 from .arguments import Loading, Tree
 from .exits import check_counts
@@ -38,7 +38,7 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
         require_number("--seeds", self.seeds, "1 at temperature 0, where all seeds give the same answers",
                        lambda seeds: seeds == 1 or self.temperature > 0)
         if not self.settings:
-            raise ValueError(f"--settings needs at least one besides {EXACT}, with which it is compared")
+            raise ValueError(f"--settings needs at least one besides {REFERENCE}, with which it is compared")
         read_settings(self.settings)
         require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
                        lambda batch: batch == 1 or not self.drafter_alone)

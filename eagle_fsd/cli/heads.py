@@ -45,9 +45,9 @@ class HeadsCommand:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
         show(heading)
-        for target, each in itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0].target):
+        for target, group in itertools.groupby(zip(heads, rows, strict=True), key=lambda pair: pair[0].target):
             print(target)
-            for _, row in each:
+            for _, row in group:
                 show(row)
         print("\n* is used without --draft; so is the only head of a target. The licences are those on the hub.")
         for number, (source, day) in enumerate(sources, 1):
@@ -213,8 +213,8 @@ class VocabCommand:
         coverage, text, total = counts.coverage(), counts.counts + counts.held_out, len(counts.counts)
         print(f"{text.sum()} tokens of text, {(text > 0).sum()} distinct, {len(counts.special)} special\n\n"
               f"{'size':>8}{'coverage':>11}")
-        for each in sorted({total >> power for power in range(7)} | {size or total}, reverse=True):
-            print(f"{each:>8}{coverage[each - 1]:>11.3%}{'  <' if each == size else ''}")
+        for count in sorted({total >> power for power in range(7)} | {size or total}, reverse=True):
+            print(f"{count:>8}{coverage[count - 1]:>11.3%}{'  <' if count == size else ''}")
         if tokens is not None:
             path = save_token_map(self.head, tokens) if self.out is None else copy_head(self.head, self.out, tokens)
             print(f"\nwrote {path}: the head drafts {size} of {total} tokens. Fit its curves again with eagle-fsd tune")

@@ -80,8 +80,8 @@ def check_packages(page: bool) -> None:
     except PackageNotFoundError:  # a checkout that is not installed: imports raise instead
         return
     extra = {"extra": "page" if page else "serve"}  # `page` includes `serve`
-    missing = [f"{each.name}{each.specifier}" for each in requirements
-               if each.marker is not None and each.marker.evaluate(extra) and not installed(each)]
+    missing = [f"{requirement.name}{requirement.specifier}" for requirement in requirements
+               if requirement.marker is not None and requirement.marker.evaluate(extra) and not installed(requirement)]
     if missing:
         # The names of the packages, since `eagle_fsd[page]` would look for eagle_fsd in the index.
         raise ImportError(f"serving needs more packages: {shlex.quote(sys.executable)} -m pip install "

@@ -140,9 +140,9 @@ def as_turns(messages: Any) -> Any:
     """A conversation as a list of messages: it may be a list of texts, or of pairs of input and output."""
     if not isinstance(messages, list):
         return messages
-    if all(isinstance(each, dict) and {"input", "output"} <= each.keys() for each in messages):
-        messages = [each[name] for each in messages for name in ("input", "output")]
-    if all(isinstance(each, str) for each in messages):
+    if all(isinstance(message, dict) and {"input", "output"} <= message.keys() for message in messages):
+        messages = [message[name] for message in messages for name in ("input", "output")]
+    if all(isinstance(message, str) for message in messages):
         return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
     return messages
 

@@ -210,4 +210,4 @@ def remove_folder(path: Path) -> None:
 
 def bytes_in(path: Path) -> int:
     """The size in bytes of a file, or of all files in a folder."""
-    return sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())

@@ -143,7 +143,7 @@ def as_question(record: dict, number: int) -> Question:
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _text_of(record: dict, name: str) -> str:

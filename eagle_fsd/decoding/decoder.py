@@ -24,7 +24,7 @@ from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
-from .processing import VerifiedTrees, couple
+from .processing import VerifiedRequests, couple
 from .request import EXACT, Emission, Request
 
 
@@ -38,7 +38,7 @@ class Decoder:
         earlier: for a single request, the decoder of an earlier request to the same models, which cannot be used
             afterwards. Its caches are reused up to the first token that differs from the prompt.
         forwards: `Forwards` with empty caches; None: they get room for the longest text and the largest tree.
-        captured: of these models, runs the cycles that it can; None: there is none.
+        captured: runs those cycles of these models that can be captured; None: no cycle is captured.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Decoder:
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
         trees = self.drafting.trees(self.requests)
-        copying = any(request.copying for request in self.requests)  # copies fill a tree that the head does not
+        copying = any(request.copying for request in self.requests)  # copies fill a tree that the drafter does not
         sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
         nodes = max(MOST_NODES if copying else 1, *sizes, 1)
         tree_positions = max((tree.depth * tree.top_k for tree in trees), default=0)
@@ -85,8 +85,8 @@ class Decoder:
         return [self.prefill_chunk(number) for number in range(len(self.requests))]
 
     def prefill_chunk(self, number: int = 0, most: int | None = None) -> list[Receipt]:
-        """Process at most this many further tokens of a prompt (None: all); after the last one, draw the first token of
-        the answer."""
+        """Process at most this many further tokens of a prompt (None: all); after the prompt's last one, draw the first
+        token of the answer."""
         request = self.requests[number]
         features = self.forwards.prefill(number, request, most)  # [L, F]
         request.stats.prefill_tokens += len(features)
@@ -100,7 +100,7 @@ class Decoder:
         """Draw the first token, from the features [F] of the prompt's last token: a walk on a tree with only a root."""
         root = root_only(torch.tensor(request.prompt[-1:], device=self.device))
         logits = self.target.logits(features[None, None])  # [1, 1, V]
-        ((_, emission),) = self._walk(EXACT, VerifiedTrees([request], [len(request.prompt) - 1], root, logits))
+        ((_, emission),) = self._walk(EXACT, VerifiedRequests([request], [len(request.prompt) - 1], root, logits))
         return emission
 
     def step(self) -> list[list[Receipt]]:
@@ -116,7 +116,7 @@ class Decoder:
         if self.captured is not None and self.observe is None:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
-                return [self._accept_walked(*each) for each in zip(self.requests, walked, strict=True)]
+                return [self._accept_walked(*row) for row in zip(self.requests, walked, strict=True)]
         coupling = None
         if plan.uses_drafter:
             vocabulary = self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
@@ -127,10 +127,10 @@ class Decoder:
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
-            rules, VerifiedTrees(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
+            rules, VerifiedRequests(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
         self.forwards.commit(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
-        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), [len(each.receipts) for each in emissions],
-                            copied=any(copies))
+        emitted = [len(emission.receipts) for emission in emissions]
+        self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
         for request in self.requests:
@@ -158,7 +158,7 @@ class Decoder:
         self.forwards.join(other.forwards)
         self.drafting.resize(self.requests)
 
-    def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
+    def _accept(self, rules: Sequence[Rule], verified: VerifiedRequests) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
         requests, groups = verified.requests, []  # of rows
         for number, request in enumerate(requests):
@@ -174,9 +174,9 @@ class Decoder:
         paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
         return list(paths), list(emissions)
 
-    def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
-        """The accepted path and the emission of each of the requests, which share a rule. An error of a user's rule is
-        that of the requests for which it also fails alone."""
+    def _walk(self, rule: Rule, verified: VerifiedRequests) -> list[tuple[list[int], Emission]]:
+        """The accepted path and the emission of each of the requests, which share a rule. If a user's rule
+        fails, only those requests get its error for which it also fails alone."""
         requests, errors = verified.requests, verified.errors
         top = max(request.params.top_logprobs for request in requests)
         try:
@@ -199,7 +199,7 @@ class Decoder:
     def _limits(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor | None, Within | None]:
         """The thresholds, budgets and marks of the requests, see `descend`."""
         left = within = None
-        # Not of the current rule: that is either this one or `exact`, which reads no threshold.
+        # Not the current rule's: that rule is either this one or `exact`, which reads no threshold.
         threshold = self._per_row([request.params.rule.threshold for request in requests])
         if any(request.params.budget is not None for request in requests):
             left = self._per_row([request.remaining_budget for request in requests])
@@ -214,7 +214,7 @@ class Decoder:
 
 
 def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
-    """Whether two rules are equal except for the threshold; of a user's rule that cannot be compared, no other is."""
+    """Whether two rules are equal except for the threshold; False if a user's rule cannot be compared."""
     try:
         return type(rule) is type(other) and bool(replace(rule, threshold=other.threshold) == other)
     except Exception:

@@ -86,7 +86,7 @@ class Forwards:
         coupling: Coupling | None = None,
     ) -> tuple[DraftTree, list[Tensor]]:
         """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `draft_tree`. Without
-        both, each tree is only a root.
+        either, each tree is only a root.
 
         Afterwards the drafter has processed all features.
         """
@@ -126,8 +126,8 @@ class Forwards:
     def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
         """Let the drafter catch up row by row if rows differ by more than a path: some joined while drafting paused.
 
-        Processed together, every row would take as many cache positions as the one furthest behind, and exceed the
-        capacity.
+        Processed together, every row would take as many cache positions as the row that is furthest behind, and exceed
+        the capacity.
         """
         unread = [len(self.unread(number, request)) if self.has_positions(request, config.depth) else 1
                   for number, request in enumerate(requests)]
@@ -151,8 +151,8 @@ class Forwards:
         tree: DraftTree,
         width: int,  # nodes of a level that the drafter expanded; 0: it did not draft
     ) -> None:
-        """Keep the keys, values and features of the accepted nodes; a causal LM's keys and values, too, as far as it
-        expanded these."""
+        """Keep the keys, values and features of the accepted nodes; a causal LM as the drafter keeps its own keys and
+        values of those that it expanded."""
         self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
         if self.reads_features:
             for number, path in enumerate(paths):
@@ -215,7 +215,7 @@ class Forwards:
         self.cache = self.cache.with_room(room)
 
     def begin_with(self, request: Request, other: Forwards, number: int, tokens: Sequence[int]) -> None:
-        """`take_over` from a copy, for a single request: row `number` of the other forwards stays as it is."""
+        """`take_over` for a single request, from row `number` of other forwards, which stays as it is."""
         kept, self.unread_features[0] = other.shared(number, tokens, request)
         self.cache.copy_row(0, other.cache, number, kept)
         if self.draft_cache is not None:

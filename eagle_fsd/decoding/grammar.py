@@ -134,7 +134,7 @@ def grammar_of(response_format: object) -> str:
     """The grammar of llguidance for a response format.
 
     Raises:
-        TypeError, ValueError: none of the forms that `GenerateOptions` lists.
+        TypeError, ValueError: it has none of the forms that `GenerateOptions` lists.
     """
     from llguidance import LLMatcher, grammar_from
 

@@ -114,10 +114,10 @@ class Stats:
         """The main numbers, then the fields that differ from their defaults, rounded to three decimals."""
         shown: dict[str, object] = {"new_tokens": self.new_tokens, "tokens_per_second": self.tokens_per_second,
                                     "mean_accepted_length": self.mean_accepted_length}
-        for each in fields(self):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if each.repr and getattr(self, each.name) != default:
-                shown[each.name] = getattr(self, each.name)
+        for item in fields(self):
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            if item.repr and getattr(self, item.name) != default:
+                shown[item.name] = getattr(self, item.name)
         texts = {name: repr(round(value, 3) if isinstance(value, float) else dict(value) if isinstance(value, Counter)
                             else value) for name, value in shown.items()}
         return f"Stats({', '.join(f'{name}={text}' for name, text in texts.items())})"

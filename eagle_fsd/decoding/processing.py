@@ -73,7 +73,7 @@ class TopP(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # [M, V]
         total, size = scores.logsumexp(-1, keepdim=True), scores.shape[-1]
-        for count in (min(self.ENOUGH, size), size) if scores.is_cpu else (size,):  # a check on a GPU would wait
+        for count in (min(self.ENOUGH, size), size) if scores.is_cpu else (size,):  # a check would wait for a GPU
             best = scores.gather(-1, largest(scores, count))  # descending
             probs = (best - total).exp()
             mass = probs.cumsum(-1)
@@ -97,8 +97,8 @@ STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidance
 def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
     """The processors as a list. Raise for one that is not a function of its arguments."""
     checked = LogitsProcessorList(
-        TopP(each.top_p) if type(each) is TopPLogitsWarper and each.min_tokens_to_keep == 1
-        and each.filter_value == -math.inf else each for each in processors or [])
+        TopP(processor.top_p) if type(processor) is TopPLogitsWarper and processor.min_tokens_to_keep == 1
+        and processor.filter_value == -math.inf else processor for processor in processors or [])
     for processor in checked:
         if isinstance(processor, STATEFUL):
             raise ValueError(
@@ -109,8 +109,8 @@ def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProc
 
 
 def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[str, object]:
-    """The fields of the model's generation config that hold for these options, as in `model.generate`: those that
-    decide about greedy tokens, where nothing overrides them. Sampling fields never make a request sample.
+    """The fields of the model's generation config that apply besides these options, as in `model.generate`: those that
+    affect greedy tokens and that no option overrides. Sampling fields never make a request sample.
     """
     own, given = model.generation_config, options.generation_config
     if own is None:
@@ -128,8 +128,8 @@ def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[st
 
 
 def sets_least(options: GenerateOptions) -> bool:
-    """Whether the options decide about the least length, so that those of generation configs do not hold: a grammar
-    decides where an answer ends.
+    """Whether the options override the minimum lengths of generation configs: with one of their own, or with a grammar,
+    which decides where an answer ends.
     """
     return options.min_new_tokens is not None or options.response_format is not None
 
@@ -182,7 +182,7 @@ def with_own_processors(
     if grammar is not None:
         own.append(grammar)
     processors = check_processors(processors)
-    at = next((at for at, each in enumerate(processors) if isinstance(each, WARPERS)), len(processors))
+    at = next((at for at, processor in enumerate(processors) if isinstance(processor, WARPERS)), len(processors))
     return LogitsProcessorList([*processors[:at], *own, *processors[at:]])
 
 
@@ -202,7 +202,7 @@ def is_context_free(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
-class VerifiedTrees:
+class VerifiedRequests:
     """The draft trees of requests that share a rule, with the logits of draft and target: `acceptance.walk.Verified`.
 
     Args:
@@ -219,11 +219,11 @@ class VerifiedTrees:
         self.draft_logits, self.draft_tokens = draft_logits, draft_tokens
         self.greedy, self.errors = requests[0].params.greedy, {}
 
-    def take(self, rows: Sequence[int]) -> VerifiedTrees:
+    def take(self, rows: Sequence[int]) -> VerifiedRequests:
         """Some of the rows (ascending)."""
         if len(rows) == len(self.requests):
             return self
-        return VerifiedTrees(
+        return VerifiedRequests(
             [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.select(rows),
             self.raw[rows], [level[rows] for level in self.draft_logits], self.draft_tokens)
 
@@ -270,7 +270,7 @@ def couple(
     weights = [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
     if not any(weights):
         return None
-    own = [LogitsProcessorList(each for each in request.params.processors if type(each) in WARPERS)
+    own = [LogitsProcessorList(processor for processor in request.params.processors if type(processor) in WARPERS)
            for request in requests]
     if share_processors(requests):
         own = own[:1] * len(own)

@@ -246,7 +246,7 @@ class Request:
         return any(self._stops_at(token, at) for at, token in enumerate(tokens, count + 1))
 
     def _stops_at(self, token: int, count: int) -> bool:
-        """Whether a stop string or criterion ends the answer after this token, its last of so many. Both see each token
+        """Whether a stop string or criterion ends the answer after this token, its last of `count`. Both see each token
         once, in order, at the first call for it."""
         if count > len(self._stopped):
             self._stopped.append(self.stop_strings is not None and self.stop_strings(token)
@@ -272,14 +272,14 @@ class Request:
         return False
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
-        """Update `inside_marks` for the token after these, as `Within.after` does in a walk."""
+        """Update `inside_marks` after these tokens, as `Within.after` does in a walk."""
         if self.params.within is not None:
             opening, closing = self.params.within
             for token in tokens:
                 self.inside_marks = (self.inside_marks or token == opening) and token != closing
 
     def _close(self, why: str, at: int) -> None:
-        """Use the exact rule from now on, after `at` new tokens."""
+        """Use the exact rule from now on, that is after `at` new tokens."""
         self.exact_because = why
         self.stats.exact_from, self.stats.exact_because = at, why
 

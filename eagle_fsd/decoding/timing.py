@@ -57,7 +57,7 @@ def greedy_decoder(
 class SameCycle:
     """Cycles of one batch that all start from the same state, after a context of random tokens.
 
-    A head has three tokens to process in each, a causal LM, whose cache keeps accepted nodes, two.
+    In each of them a head has three tokens to process; a causal LM, whose cache keeps accepted nodes, has two.
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter | None, rows: int = 1, before: int = CONTEXT) -> None:
@@ -65,7 +65,7 @@ class SameCycle:
         limits = [limit for limit in (target.max_positions, drafter and drafter.max_positions) if limit]
         context = min([before, *(limit - room for limit in limits)])
         if context < 4:
-            raise ValueError(f"a model with {min(limits)} positions has no room to measure its latency in")
+            raise ValueError(f"a model with {min(limits)} positions is too short to measure its latency")
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(target.vocab_size, (context + room,), generator=random).tolist()
         self.copied = tokens[context:]
@@ -152,8 +152,8 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
         **{("long", top_k): one(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
         "plain rows": several(None), "drafted rows": several(ROW_TREE),
     }, target.device)
-    steps = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
-    level = dict(zip(widths, itertools.accumulate(steps, max), strict=True))
+    per_level = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
+    level = dict(zip(widths, itertools.accumulate(per_level, max), strict=True))
     further = (SHORT - 1) * level[wide]
     sizes = {1: seconds["root"], **{count: seconds["nodes", count] - further for count in nodes}}
     shared = Latency(_ascending(sizes, seconds["plain"]), level, seconds["plain"])

@@ -14,8 +14,8 @@ class TreeConfig:
 
     Args:
         total_tokens: nodes verified per cycle, the root included (2 to 4096), as in the published code.
-        depth: levels below the root (1 to 256). The published code leaves out the first
-            forward: its 7 is 8 here.
+        depth: levels below the root (1 to 256). The published code does not count the
+            first forward: its 7 is 8 here.
         top_k: children scored per expanded node, and nodes expanded per level (1 to 256).
         draft_temperature: divides the draft's logits before the log-softmax that ranks nodes; 1 is the published
             behaviour. Values below 1 make the tree deeper and narrower, which pays when decoding is greedy.

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from ..utils.checks import require_integer
 
-GRAMS = (6, 2)  # lengths of the indexed n-grams; the shorter ones are used if no longer one matches
-MOST_PLACES = 12  # compared for a match, newest first
+GRAMS = (6, 2)  # lengths of the indexed n-grams; the shorter ones are used where no longer one matches
+MOST_PLACES = 12  # places compared for a match, newest first
 LONGEST_MATCH = 32  # longer matches do not raise the acceptance rate
 SEPARATOR = -1  # between texts; matches nothing
 
@@ -89,7 +89,7 @@ class TextIndex:
                     matches.append((matched, place))
                 place = self._before[count][place - 1]
             if matches:
-                return sorted(matches, key=lambda each: (-each[0], -each[1]))[:most]
+                return sorted(matches, key=lambda match: (-match[0], -match[1]))[:most]
         return []
 
     def _matched(self, text: Sequence[int], place: int) -> int:
@@ -179,12 +179,12 @@ class TextSource:
 
         Args:
             forced: tokens that a grammar forces; the copies are added to them.
-            room: tokens left until the answer's limit, without the target's own one.
+            room: tokens left until the answer's limit, not counting the target's own one.
         """
         text, most = self.index.tokens, self.config.places
         matches = [(matched, place, index) for index in (self.index, *self.others)
                    for matched, place in index.matches(text, most)]
-        matches.sort(key=lambda each: -each[0])  # stable: among equals the request's own text, then the newest place
+        matches.sort(key=lambda match: -match[0])  # stable: among equals the request's own text, then the newest place
         copies = Copies([], [], [], [], []) if forced is None else forced
         children = {edge: node for node, edge in enumerate(zip(copies.parents, copies.tokens, strict=True))}
         counts = dict.fromkeys(copies.parents, 1)  # children by node

@@ -31,7 +31,7 @@ from transformers import LogitsProcessorList
 from .copies import Copies
 from .noise import gumbel_at, gumbel_noise
 
-TOGETHER = 4  # depths whose noise is computed in one call, in half the time of one call for each
+TOGETHER = 4  # depths whose noise is computed in one call, which takes half the time of one call per depth
 NOISE_WEIGHT = 0.7  # w: the best are 0.8 for SmolLM2's head, 0.5 for Qwen2.5-Coder's (docs/results/sampling.md)
 
 

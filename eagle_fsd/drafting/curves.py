@@ -126,7 +126,7 @@ def curve_segments(curves: Curves, children: int, device: torch.device) -> Segme
         offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
     first = torch.tensor([0] + [len(knots) + 1] * (children - 1))
     tables = (knots.float(), first, torch.cat(slopes).float(), torch.cat(offsets).float())
-    return Segments(*(each.to(device) for each in tables))
+    return Segments(*(table.to(device) for table in tables))
 
 
 def read_curves(head: str | Path) -> HeadCurves | None:
@@ -158,7 +158,7 @@ def _checked(**stored: Sequence) -> Curves:
         raise ValueError(f"each reach needs {len(PRICES)} numbers")
     ascending = (curves.knots, curves.reaches)
     if not all(map(math.isfinite, [*sum(columns.values(), ()), *sum(worth, ())])) or any(
-            each != tuple(sorted(set(each))) for each in ascending):
+            column != tuple(sorted(set(column))) for column in ascending):
         raise ValueError("knots and reaches must ascend, and all numbers must be finite")
     return curves
 
@@ -166,7 +166,7 @@ def _checked(**stored: Sequence) -> Curves:
 def store_curves(head: str | Path, curves: HeadCurves) -> Path:
     """Store curves beside a head; returns the file."""
     path = Path(head) / FILE
-    lines = ",\n".join(f'"{name}": {json.dumps(asdict(each))}' for name, each in curves._asdict().items())
+    lines = ",\n".join(f'"{name}": {json.dumps(asdict(curve))}' for name, curve in curves._asdict().items())
     save_atomically(path, lambda part: part.write_text(f"{{{lines}}}\n", encoding="utf-8"))
     return path
 

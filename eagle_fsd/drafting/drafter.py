@@ -27,7 +27,7 @@ class Drafter(Protocol):
 
     @property
     def draft_vocab_size(self) -> int:
-        """R; without `draft_tokens` it may be less than V, whose last rows are padding then."""
+        """R; without `draft_tokens` it is less than V if the last rows of the target's vocabulary are padding."""
 
     @property
     def draft_tokens(self) -> Tensor | None:

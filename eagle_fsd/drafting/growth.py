@@ -32,7 +32,7 @@ from .largest import largest
 from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only
 
-IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and `apply_curves` are
+IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and the results of `apply_curves` are
 
 
 def extend_draft(
@@ -44,10 +44,10 @@ def extend_draft(
     """Feed the accepted tokens and their features to the drafter; returns its state at each row's last token."""
     most = prefill_part(tokens[0].device)
     while max(map(len, tokens)) > most:  # read a prompt in parts
-        parts = [min(most, len(each) - 1) for each in tokens]
+        parts = [min(most, len(row) - 1) for row in tokens]
         (first_features, features), (first, tokens) = _split(features, parts), _split(tokens, parts)
         extend_draft(drafter, first_features, first, cache)
-    counts = [len(each) for each in tokens]
+    counts = [len(row) for row in tokens]
     lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
     fed, states = _padded(tokens), None if features is None else drafter.read(_padded(features))  # [B, T], [B, T, D]
     batch, count = fed.shape
@@ -69,7 +69,7 @@ def _split(rows: Sequence[Tensor] | None, parts: Sequence[int]) -> tuple[Sequenc
     """The first part of each row, and the rest."""
     if rows is None:
         return None, None
-    return tuple(zip(*(each.tensor_split([part]) for each, part in zip(rows, parts, strict=True)), strict=True))
+    return tuple(zip(*(row.tensor_split([part]) for row, part in zip(rows, parts, strict=True)), strict=True))
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
@@ -90,18 +90,18 @@ def draft_tree(
     """Draft one tree per row.
 
     Args:
-        nodes: least number of nodes, as far as they were scored, for a caller that selects from them; above 0 the plan
+        nodes: minimum number of nodes, if so many were scored, for a caller that selects from them; above 0 the plan
             does not limit nodes.
         coupling: lets rows that sample draft the target's likely draws; None: the most probable tokens in every row.
         plan: limits levels and nodes to those that pay, possibly to the root alone, and waits for the device at each
-            level; None: as many as `config` allows.
+            level; None: there are as many as `config` allows.
 
     Returns:
         The trees, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
         for each expanded depth. The drafter's cache then contains the accepted tokens only.
     """
     predicted = extend_draft(drafter, features, tokens, cache)  # [B, 1, D]
-    root, base = torch.stack([each[-1] for each in tokens]), cache.length  # [B]
+    root, base = torch.stack([row[-1] for row in tokens]), cache.length  # [B]
     scored, depth, draft_logits = grow(
         drafter, target, predicted, root, AppendedKeys(cache, config.top_k, root.device), cache, config, coupling, plan)
     cache.truncate(base)

@@ -1,4 +1,4 @@
-"""Merge the head's nodes, copies from the text and tokens that a grammar forces into one tree, by score.
+"""Merge the drafter's nodes, copies from the text and tokens that a grammar forces into one tree, by score.
 
 B rows, N nodes of a tree. This runs on the host: there are some hundred nodes, and each is visited once.
 """
@@ -16,10 +16,10 @@ from .tree import DraftTree, ancestors_of
 
 
 class JoinedRow:
-    """The nodes of one row: the head's tree, then those copies that are not in it, parents first.
+    """The nodes of one row: the drafter's tree, then those copies that are not in it, parents first.
 
-    A token that both propose at the same place is one node with the better score; its descendants in the head's tree
-    add their own steps to that score.
+    A token that both propose at the same place is one node with the better score; its descendants in the drafter's tree
+    add their own log-probabilities to that score.
     """
 
     def __init__(
@@ -30,21 +30,21 @@ class JoinedRow:
         self.tokens, self.parents, self.draft_rows = list(tokens), list(parents), list(draft_rows)
         self.origins = [0] * len(tokens)
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
-        steps = [step_between(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
+        log_probs = [log_prob_between(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # by copy: its node, and its score
         for copy, (token, parent, score, matched) in enumerate(zip(*(copies or [[]] * 4)[:4], strict=True)):
-            step, node = step_between(above[parent], score), places.get((numbers[parent], token))
+            log_prob, node = log_prob_between(above[parent], score), places.get((numbers[parent], token))
             if node is not None:
-                steps[node] = max(steps[node], step)
+                log_probs[node] = max(log_probs[node], log_prob)
             else:
                 node = len(self.tokens)
-                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.origins, steps),
-                                         (token, numbers[parent], -1, 1 if matched else 2, step), strict=True):
+                for column, value in zip((self.tokens, self.parents, self.draft_rows, self.origins, log_probs),
+                                         (token, numbers[parent], -1, 1 if matched else 2, log_prob), strict=True):
                     column.append(value)
             numbers[copy], above[copy] = node, score
         self.scores, self.depths = [0.0], [0]
-        for parent, step in zip(self.parents[1:], steps[1:], strict=True):
-            self.scores.append(self.scores[parent] + step)
+        for parent, log_prob in zip(self.parents[1:], log_probs[1:], strict=True):
+            self.scores.append(self.scores[parent] + log_prob)
             self.depths.append(self.depths[parent] + 1)
         # The best first; if scores tie, parents before children.
         self.order = sorted(range(len(self.tokens)), key=lambda node: (node > 0, -self.scores[node], node))
@@ -59,13 +59,13 @@ class JoinedRow:
             (self.tokens[0], number, 0, 0, 0.0, 0) for number in range(len(kept), count)]
 
 
-def step_between(above: float, score: float) -> float:
+def log_prob_between(above: float, score: float) -> float:
     """The log-probability that a node adds to its parent's; -inf for a broken head's NaN."""
     return min(0.0, score - above) if math.isfinite(score) else -math.inf
 
 
 def join_drafts(
-    tree: DraftTree,  # the head's, larger than what will be verified; or roots alone
+    tree: DraftTree,  # the drafter's, larger than what will be verified; or roots alone
     copies: Sequence[Copies | None],
     plan: Plan,  # chooses the number of nodes
 ) -> DraftTree:

@@ -54,7 +54,7 @@ class Latency:
         return float(between(self.level, nodes))
 
     def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
-        """The time of a cycle, in cycles without drafting; `levels` 0: the head is not used."""
+        """The time of a cycle, in cycles without drafting; `levels` 0: the drafter is not used."""
         seconds = self.cycle(nodes, levels, top_k, rows) if levels else self.undrafted_cycle(nodes, rows)
         return float(seconds) / self.plain_cycle(rows)
 
@@ -63,7 +63,7 @@ class Latency:
         return self.undrafted_cycle(1, rows)
 
     def undrafted_cycle(self, nodes: int, rows: int = 1) -> float:
-        """Seconds of a cycle that verifies `nodes` in each row, none of them drafted by the head."""
+        """Seconds of a cycle that verifies `nodes` in each row, none of them drafted by the drafter."""
         verified = between(self.base, nodes * rows) - between(self.base, 1)
         return float(self.plain + verified + (rows - 1) * self.plain_row)
 

@@ -8,7 +8,7 @@ acceptance rates of copies predict tokens.
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
 
-Who is what: `Sizing` belongs to a model, and makes a `Choice` for each number of rows. `Drafting` is the policy of one
+Roles: `Sizing` belongs to a model, and makes a `Choice` for each number of rows. `Drafting` is the policy of one
 batch, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`. In a `Choice` or a `Plan`, a tree
 of None means that the drafter drafts nothing; in options, requests and engines, that they leave the tree to the model.
 """
@@ -27,9 +27,10 @@ from .copies import MOST_NODES, NODES, Copies
 from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, LevelWorth
 from .latency import Latency
 
-WIDER = 1 / 3, 0.02  # most that a level of several nodes costs beyond one of a single node: in such levels, in cycles
+# How much more a level of several nodes may cost than a level of one: in levels of one, and in plain cycles.
+WIDER = 1 / 3, 0.02
 USUAL = 24  # the price of a node is the mean over this many further nodes
-PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and the number of cycles that it counts as
+PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and as how many cycles it counts
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles in a running mean
 
@@ -84,21 +85,21 @@ class Choice:
 
 
 class Sizing:
-    """`tree="auto"`: each cycle is as large as pays at this machine's latencies.
+    """`tree="auto"`: cycles have the sizes that pay at this machine's latencies.
 
     Args:
-        curves: of the head; None: there is no head, and drafts are copies alone.
-        vocabulary: number of tokens that the head can name.
+        curves: of the drafter; None: there is none, and drafts are copies alone.
+        vocabulary: number of tokens that the drafter can name.
     """
 
     def __init__(self, latency: Latency, curves: HeadCurves | None, vocabulary: int = WIDTH) -> None:
         self.latency, self.curves = latency, curves
-        self.largest = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))  # every cycle's tree at most
+        self.largest = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))  # no cycle's tree is larger
         self._choices: dict[tuple, Choice] = {}
 
     def top_k(self, rows: int = 1) -> int:
-        """The widest level that costs hardly more than a level of one node, or than what is lost in the measurements'
-        noise."""
+        """The number of nodes of the widest level that costs hardly more than a level of one, or whose additional cost
+        is lost in the noise of measurements."""
         one, plain = self.latency.level_of(rows), self.latency.plain_cycle(rows)
         most = one + max(WIDER[0] * one, WIDER[1] * plain)
         return max(width for width in range(1, self.largest.top_k + 1) if self.latency.level_of(width * rows) <= most)
@@ -164,8 +165,8 @@ class Plan:
         return self.missed * self._worth(reach) >= self.pace * self.choice.level_price
 
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
-        """How many nodes to verify: at lambda, or at this cycle's own rate if that is higher. A cycle that is better
-        than the average is likely followed by others (a long copy), which offer the omitted nodes again.
+        """The number of nodes to verify: at lambda, or at this cycle's own rate if that is higher. A cycle that is
+        better than the average is probably followed by others (a long copy), which offer the omitted nodes again.
 
         Args:
             scores: for each row, log acceptance probabilities in descending order, the root's first.
@@ -213,7 +214,7 @@ class Drafting:
     """The drafting policy of one batch. It learns from its own requests alone, except for pauses.
 
     Args:
-        choose: what it drafts, always or as a function of the requests in the batch.
+        choose: the choice, constant or as a function of the requests in the batch.
         pause: shared with earlier requests; None: a new one.
     """
 
@@ -248,7 +249,7 @@ class Drafting:
 
     @property
     def uses_drafter(self) -> bool:
-        """Whether cycles of this many rows may use the drafter."""
+        """Whether cycles of this batch may use the drafter."""
         return self.has_drafter and self.choice.tree is not None
 
     @property

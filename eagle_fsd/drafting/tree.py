@@ -25,7 +25,7 @@ class DraftTree:
     draft_rows: Tensor  # [B, N] long, its row of the draft logits at its depth; -1: the draft did not expand it
     scores: Tensor  # [B, N] float, log of the estimated probability of acceptance (root 0), see `growth.py`
     max_depth: int  # levels below the root
-    origins: Tensor | None = None  # [B, N] long, index into `ORIGINS`; None: the head drafted all
+    origins: Tensor | None = None  # [B, N] long, index into `ORIGINS`; None: the drafter drafted all
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The trees of these rows."""
@@ -34,8 +34,8 @@ class DraftTree:
         return DraftTree(*(part[rows] for part in parts), max_depth=self.max_depth, origins=origins)
 
     @property
-    def by_head(self) -> Tensor:
-        """[B, N] bool: nodes that the head proposed, whether others did too or not."""
+    def by_drafter(self) -> Tensor:
+        """[B, N] bool: nodes that the drafter proposed, alone or together with other sources."""
         return torch.ones_like(self.depths, dtype=torch.bool) if self.origins is None else self.origins == 0
 
     def origin_names(self) -> list[list[str | None]]:
@@ -64,10 +64,10 @@ def ancestors_of(
     nodes = parents.shape[1]
     reach = torch.eye(nodes, device=parents.device).expand(len(parents), -1, -1).clone()
     reach.scatter_(2, parents[..., None], 1.0)
-    steps = 1
-    while steps < max_depth:
+    length = 1  # of the paths so far
+    while length < max_depth:
         reach = reach @ reach
-        steps *= 2
+        length *= 2
     return reach > 0
 
 

@@ -87,7 +87,7 @@ def export_head(
     layout, head = LAYOUTS[to], load_head(source)
     eagle3 = isinstance(head, Eagle3Head)
     if eagle3 and not layout.eagle3:
-        accepted = [*(name for name, each in LAYOUTS.items() if each.eagle3), LLAMA_CPP]
+        accepted = [*(name for name, form in LAYOUTS.items() if form.eagle3), LLAMA_CPP]
         raise ValueError(f"{source} is an EAGLE-3 head, which can be exported to {', '.join(accepted)} only, got {to}")
     if layout.activations and head.config.hidden_act not in layout.activations:
         raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "

@@ -92,8 +92,8 @@ def inspect_causal_lm(source: str | Path, target: str | Path | None, trust_remot
     }
     if target is None:
         return Inspection(facts, None, {})
-    tokenizers = [AutoTokenizer.from_pretrained(each, trust_remote_code=trust_remote_code)
-                  for each in (target_source(target), place)]
+    tokenizers = [AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+                  for source in (target_source(target), place)]
     problem = token_difference(*tokenizers)
     return Inspection(facts, [] if problem is None else [problem], {})
 

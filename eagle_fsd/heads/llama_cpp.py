@@ -174,8 +174,8 @@ def _write(
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
     rows = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for each, value in head.named_parameters():
-        module, _, which = each.rpartition(".")
+    for name, value in head.named_parameters():
+        module, _, which = name.rpartition(".")
         if which == "weight":
             heads = rows.get(module.rpartition(".")[2])
             add(f"{NAMES[module]}.weight", value if heads is None else interleaved(value, heads))

@@ -26,6 +26,8 @@ PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders 
 ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
 ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
 _longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
+# Chat template and number of tokens, and what `end_of_turn` found with them: a request asks up to three times.
+_turn_ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, int | None]] = WeakKeyDictionary()
 
 
 class ChatTokens(list):
@@ -194,6 +196,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
     Some models' configs name only the end of the text as end token, and a chat would run on into the next turn.
     """
+    key = tokenizer.chat_template, len(tokenizer)
+    if tokenizer not in _turn_ends or _turn_ends[tokenizer][0] != key:
+        _turn_ends[tokenizer] = key, _find_end_of_turn(tokenizer)
+    return _turn_ends[tokenizer][1]
+
+
+def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -235,11 +244,12 @@ def short_id(call_id: Any) -> Any:
 
 
 def as_mapping(arguments: Any) -> Any:
-    """The arguments of a call as a mapping, also if they are JSON; others unchanged."""
+    """The arguments of a call as a mapping: they may be JSON, in which models write line breaks, or missing. Others
+    stay as they are."""
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            return json.loads(arguments)
-    return arguments
+            arguments = json.loads(arguments, strict=False) if arguments.strip() else None
+    return {} if arguments is None else arguments
 
 
 def as_probe(arguments: Any) -> dict:
@@ -247,7 +257,8 @@ def as_probe(arguments: Any) -> dict:
 
 
 def as_json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    is_json = isinstance(arguments, str) and arguments.strip()
+    return arguments if is_json else json.dumps(as_mapping(arguments), ensure_ascii=False)
 
 
 def change_calls(messages: list[dict], ids: Callable[[Any], Any], arguments: Callable[[Any], Any]) -> list[dict]:

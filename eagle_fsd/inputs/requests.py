@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +20,6 @@ from ..options.generate import GenerateOptions, as_list
 from ..utils.checks import OptionError, check_functions, require_integer
 from ..utils.text import StopStrings
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
-
-log = logging.getLogger(__name__)
 
 
 def make_requests(
@@ -45,7 +42,7 @@ def make_requests(
         model.check_tree(options.tree)
     rule = options.rule if options.speculative else EXACT
     warn_about_threshold(rule, model, options)
-    warn_without_effect(options)
+    warn_without_effect(model, options)
     target = model.target.model
     followed = {} if own is not None else followed_fields(target, options)
     strings = options.stop_strings or as_list(followed.get("stop_strings"))
@@ -114,8 +111,8 @@ def mark_token(mark: str | int, model: EagleModel) -> int:
     return ids[0]
 
 
-def warn_without_effect(options: GenerateOptions) -> None:
-    """Warn of options that have no effect because of others."""
+def warn_without_effect(model: EagleModel, options: GenerateOptions) -> None:
+    """Warn of options that have no effect because of others, once for each model."""
     for without_effect, names, why in (
         (options.greedy, ("top_p", "top_k", "min_p"), "at temperature 0: decoding is greedy"),
         (options.lossless, ("budget", "head_guard", "divergence", "fuzzy_within"),
@@ -125,8 +122,8 @@ def warn_without_effect(options: GenerateOptions) -> None:
     ):
         given = [name for name in names if getattr(options, name) not in (getattr(GenerateOptions, name), None, "off")]
         if without_effect and given:
-            log.warning("%s %s nothing %s", " and ".join(f"{name}=" for name in given),
-                        "change" if len(given) > 1 else "changes", why)
+            model.warn_once("%s %s nothing %s", " and ".join(f"{name}=" for name in given),
+                            "change" if len(given) > 1 else "changes", why)
 
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
@@ -134,24 +131,24 @@ def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions
     divergence can exceed it; or if the divergence is infinite because the drafter lacks some tokens."""
     drafted = isinstance(options.rule, FuzzyRule) or options.rule.mixes_draft
     if drafted and not options.lossless and (model.draft is None or rule is EXACT):
-        log.warning("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
-                    options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
-                    else "without a drafter, because copies from the text are accepted exactly")
+        model.warn_once("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
+                        options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
+                        else "without a drafter, because copies from the text are accepted exactly")
         return
     if rule.window and not options.lossless and model.draft is not None:
         tree = options.tree or (model.default_tree if model.sizing is None else model.sizing.largest)
         if tree.depth <= rule.window:
-            log.warning("%s with a window of %d changes nothing on a tree of %d levels: it needs at least %d",
-                        rule.name, rule.window, tree.depth, rule.window + 1)
+            model.warn_once("%s with a window of %d changes nothing on a tree of %d levels: it needs at least %d",
+                            rule.name, rule.window, tree.depth, rule.window + 1)
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:
-        log.warning("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most %.3g",
-                    rule.threshold, divergence, most)
+        model.warn_once("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most "
+                        "%.3g", rule.threshold, divergence, most)
     named, tokens = None if model.draft is None else model.draft.draft_vocab_size, model.target.vocab_size
     if named not in (None, tokens) and divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
-        log.warning("%s is infinite for a drafter with %d of %d tokens: no draft token passes. Use js, tv or "
-                    "reverse_kl", divergence, named, tokens)
+        model.warn_once("%s is infinite for a drafter with %d of %d tokens: no draft token passes. Use js, tv or "
+                        "reverse_kl", divergence, named, tokens)
 
 
 def seeds_for(seed: int | Sequence[int] | None, count: int) -> list[int]:
@@ -190,7 +187,8 @@ def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> 
     if prompt_length >= limit:
         raise ValueError(f"the prompt has {prompt_length} tokens, the target takes at most {limit - 1} and one new one")
     if prompt_length + max_new_tokens > limit:
-        log.warning("max_new_tokens lowered from %d to the %d free positions", max_new_tokens, limit - prompt_length)
+        model.warn_once("max_new_tokens lowered from %d to the %d free positions", max_new_tokens,
+                        limit - prompt_length)
     return min(max_new_tokens, limit - prompt_length)
 
 
@@ -199,5 +197,5 @@ def end_tokens(model: EagleModel, *, chat: bool = False) -> frozenset[int]:
     config = model.target.model.generation_config
     ids = config.eos_token_id if config is not None else None
     ends = {ids} if isinstance(ids, int) else set(ids or ())
-    turn = end_of_turn(model.tokenizer) if chat else None
+    turn = end_of_turn(model.tokenizer) if chat and model.tokenizer is not None else None
     return frozenset(ends if turn is None or turn >= model.target.vocab_size else {*ends, turn})

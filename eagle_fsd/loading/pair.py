@@ -38,6 +38,7 @@ from ..utils.locks import Lock
 log = logging.getLogger(__name__)
 _pairs: WeakKeyDictionary[DraftHead | DraftModel, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
 _fitting = Lock()  # of drafters to targets
+MOST_WARNED = 256  # kinds of warnings about requests: clients of a server may choose the names in them
 
 
 @dataclass(eq=False, repr=False)
@@ -61,6 +62,7 @@ class EagleModel:
     # Loads the target again in a dtype; None: the dtype passed to `load`, else that of the checkpoint.
     load_stock: Callable[[torch.dtype | None], PreTrainedModel] | None = field(default=None, repr=False)
     names: tuple[str | None, str | None] = (None, None)  # of target and drafter: hub ids, or last parts of paths
+    warned: set[tuple] = field(default_factory=set, repr=False)  # see `warn_once`
 
     def __repr__(self) -> str:
         target, head = self.described()
@@ -219,9 +221,17 @@ class EagleModel:
         if tree.top_k > vocabulary:
             raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the draft's vocabulary ({vocabulary} tokens)")
         if tree.total_tokens > tree.nodes:
-            log.warning("TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",
-                        tree.total_tokens, tree.nodes, tree.depth, tree.top_k)
+            self.warn_once("TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",
+                           tree.total_tokens, tree.nodes, tree.depth, tree.top_k)
         return tree
+
+    def warn_once(self, message: str, *args: object) -> None:
+        """Log a warning about a request, unless one was logged that differs in numbers at most: a server or a loop
+        makes many requests alike."""
+        kind = message, *(arg for arg in args if isinstance(arg, str))
+        if kind not in self.warned and len(self.warned) < MOST_WARNED:
+            self.warned.add(kind)
+            log.warning(message, *args)
 
     def describe_tree(self, tree: TreeConfig | None) -> str:
         """The tree, or how it is chosen, in words for records."""

@@ -27,7 +27,7 @@ from .levels import level_rows, level_table
 from .lost import lost_answers, lost_table
 from .methods import Answer, Method, described, draft_model, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
-from .settings import EXACT, CalibrationOptions, ComparisonOptions, read_settings
+from .settings import REFERENCE, CalibrationOptions, ComparisonOptions, read_settings
 from .statistics import FEWEST, by_category, by_turn, cross_fitted, repetition
 
 DRAFTER = "drafter alone"
@@ -159,7 +159,7 @@ def counts_of(answers: Sequence[Answer]) -> dict:
 def median_record(same: Sequence[dict]) -> dict:
     """The first record of repeated runs, with the median of their seconds."""
     def median(counts: Sequence[Mapping]) -> dict:
-        return {**counts[0], "seconds": statistics.median(each["seconds"] for each in counts)}
+        return {**counts[0], "seconds": statistics.median(run["seconds"] for run in counts)}
 
     turns = zip(*(record["by_turn"] for record in same), strict=True)
     return {**median(same), "by_turn": [median(counts) for counts in turns]}
@@ -251,16 +251,16 @@ def page_text(
     if turns:
         text += f"\n\nTokens/s, speed as a multiple of {reference}'s (95%), and tau, by turn:\n\n" + markdown({
             "method": row["method"], **{turn: " / ".join(filter(None, (
-                decimals(each[place]["tokens_per_second"], 1), ratio(each[place], "speedup", "x"),
-                decimals(each[place]["tau"])))) for turn, each in turns.items()},
+                decimals(turn_rows[place]["tokens_per_second"], 1), ratio(turn_rows[place], "speedup", "x"),
+                decimals(turn_rows[place]["tau"])))) for turn, turn_rows in turns.items()},
         } for place, row in enumerate(rows["all"]))
     if len(rows) > 1:
         text += f"\n\nSpeed as a multiple of {reference}'s, tau, and accuracy, by category:\n\n" + markdown({
-            "category": category, "questions": each[0]["answers"],
+            "category": category, "questions": group[0]["answers"],
             **{row["method"]: " / ".join(filter(None, (
                 decimals(row["speedup"], unit="x"), decimals(row["tau"]), percent(row["accuracy"], 1))))
-               for row in each},
-        } for category, each in rows.items())
+               for row in group},
+        } for category, group in rows.items())
     return text
 
 
@@ -326,7 +326,7 @@ def store(
         name, conclusion = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         conclusion += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
-    levels = level_rows(records, EXACT)
+    levels = level_rows(records, REFERENCE)
     lost = [] if model.tokenizer is None else lost_answers(records, reference, model.tokenizer.decode, DRAFTER)
     names = dict(zip(("target", "head"), model.described(), strict=True))
     result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
@@ -347,7 +347,7 @@ tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds
 
 {conclusion}
 
-{level_table(levels, EXACT) if levels else ""}
+{level_table(levels, REFERENCE) if levels else ""}
 
 {lost_table(lost) if lost else ""}""".rstrip())
 
@@ -371,10 +371,10 @@ def setting_methods(
         if options.drafter_alone:
             drafter = draft_model(model, "--drafter-alone").model
             alone[DRAFTER] = engine(EagleModel.from_parts(drafter, None, model.tokenizer), **common | PLAIN)
-        return {name: engine(model, **each) for name, each in methods.items()} | alone
+        return {name: engine(model, **setting) for name, setting in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
-                         **each | (PLAIN if GenerateOptions.from_names(each).lossless else {}))
-            for name, each in methods.items()}
+                         **setting | (PLAIN if GenerateOptions.from_names(setting).lossless else {}))
+            for name, setting in methods.items()}
 
 
 def compare_settings(model: EagleModel, questions: Sequence[Question], options: CalibrationOptions) -> str:
@@ -396,14 +396,14 @@ def compare_settings(model: EagleModel, questions: Sequence[Question], options: 
     with batching as batches:
         for number in range(options.seeds):
             name = f".seed{options.seed + number}" if number else ""
-            each = replace(options, seed=options.seed + number, out=record_path(options.out, name))
-            alone = setting_methods(model, options.settings, each, shared)
-            together = None if batches is None else setting_methods(model, options.settings, each, shared, batches)
-            by_seed.append(compare(alone, questions, each, described(model, each) | common,
+            own = replace(options, seed=options.seed + number, out=record_path(options.out, name))
+            alone = setting_methods(model, options.settings, own, shared)
+            together = None if batches is None else setting_methods(model, options.settings, own, shared, batches)
+            by_seed.append(compare(alone, questions, own, described(model, own) | common,
                                    workers=options.batch, timed=0 if number else options.timed, together=together))
-    rows, page = store(model, join_seeds(by_seed), EXACT, options, described(model, options) | common,
+    rows, page = store(model, join_seeds(by_seed), REFERENCE, options, described(model, options) | common,
                        points=options.points, workers=options.batch, seeds=options.seeds)
-    plot_comparison(rows, EXACT, record_path(options.out, ".png"))
+    plot_comparison(rows, REFERENCE, record_path(options.out, ".png"))
     return page
 
 

@@ -72,10 +72,10 @@ def observed(tree: DraftTree, path: Sequence[int], row: int = 0) -> Cycle:
         tree: drafted without curves at draft temperature 1. path: the accepted nodes of this row, the root first.
     """
     parents, scores = tree.parents[row].tolist(), tree.scores[row].tolist()
-    steps = [score - scores[parent] for score, parent in zip(scores, parents, strict=True)]
-    ranks = [sum(parents[other] == parents[node] and (steps[other], -other) > (steps[node], -node)
+    log_probs = [score - scores[parent] for score, parent in zip(scores, parents, strict=True)]
+    ranks = [sum(parents[other] == parents[node] and (log_probs[other], -other) > (log_probs[node], -node)
                  for other in range(1, len(parents))) for node in range(1, len(parents))]
-    return Cycle([parent - 1 for parent in parents[1:]], ranks, steps[1:],
+    return Cycle([parent - 1 for parent in parents[1:]], ranks, log_probs[1:],
                  [node in path for node in range(1, len(parents))])
 
 
@@ -127,11 +127,11 @@ def _levels(
     """Reaches, and the mean worth of a level by reach and price, of frontiers of the K best nodes in these cycles."""
     reaches, worths = [], []
     for cycle in cycles:
-        ranks, steps = np.array(cycle.ranks), np.array(cycle.log_probs)
-        steps = np.where(ranks == 0, np.interp(steps, knots, first), np.interp(steps, knots, others))
+        ranks, log_probs = np.array(cycle.ranks), np.array(cycle.log_probs)
+        log_probs = np.where(ranks == 0, np.interp(log_probs, knots, first), np.interp(log_probs, knots, others))
         scores: list[float] = []
-        for parent, step in zip(cycle.parents, steps, strict=True):
-            scores.append(step + (0.0 if parent < 0 else scores[parent]))
+        for parent, log_prob in zip(cycle.parents, log_probs, strict=True):
+            scores.append(log_prob + (0.0 if parent < 0 else scores[parent]))
         frontier, reach = {-1}, 1.0
         for _ in range(WIDE_TREE.depth):
             members = [node for node, parent in enumerate(cycle.parents) if parent in frontier and ranks[node] < WIDTH]

@@ -251,7 +251,7 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
 
 def table(totals: Findings) -> str:
     """What was measured, in lines of text."""
-    count, good = totals.tokens, " ".join(f"{each:.2f}" for each in GOOD)
+    count, good = totals.tokens, " ".join(f"{share:.2f}" for share in GOOD)
     return (f"learned tokens:             {count} in {totals.documents} documents\n"
             f"most likely to the target:  {totals.own / count:.1%}\n"
             f"target's cross-entropy:     {totals.surprise / count:.2f} nats per token; entropy "
@@ -274,7 +274,7 @@ def better_config(totals: Findings) -> OtherConfig | None:
 
 
 def shares(agreed: Tensor, count: int) -> str:
-    return " ".join(f"{each / count:.2f}" for each in agreed.tolist())
+    return " ".join(f"{part / count:.2f}" for part in agreed.tolist())
 
 
 def verdicts(totals: Findings, eagle3: bool) -> list[str]:

@@ -71,7 +71,7 @@ def is_right(question: Question, text: str, *, run_code: bool = False) -> bool |
         return final_number(text) == final_number(question.answer)
     _, mark, marked = f"\n{text}".rpartition("\n#### ")  # a result, or a heading above it
     found = marked.partition("\n")[::2] if mark else (text,)
-    return question.answer.strip() in [each.strip() for each in found]
+    return question.answer.strip() in [result.strip() for result in found]
 
 
 def final_number(text: str) -> str | None:

@@ -46,9 +46,10 @@ def level_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
                      "draft_forwards_per_answer": drafted / len(ours), "costs": costs})
     theirs = next((row["costs"] for row in rows if row["method"] == reference), None)
     for row in rows:
-        for cost, each in row["costs"].items():
+        for cost, values in row["costs"].items():
             base = theirs and theirs[cost]["best"]
-            each |= {f"{key}_ratio": each[key] / base if base and each[key] else None for key in ("speed", "best")}
+            for key in ("speed", "best"):
+                values[f"{key}_ratio"] = values[key] / base if base and values[key] else None
     return rows
 
 
@@ -82,15 +83,15 @@ def shortened(cycles: Sequence[Sequence[int]], levels: int, count: int, cost: fl
 
 def level_table(rows: Sequence[Mapping], reference: str) -> str:
     """The rows as a Markdown table with its legend."""
-    def cell(each: Mapping, key: str) -> str:
-        ratio = each[f"{key}_ratio"]
-        return decimals(each[key]) + ("" if ratio is None else f" ({ratio:.2f}x)")
+    def cell(values: Mapping, key: str) -> str:
+        ratio = values[f"{key}_ratio"]
+        return decimals(values[key]) + ("" if ratio is None else f" ({ratio:.2f}x)")
 
     return markdown({
         "method": row["method"], "levels/cycle": decimals(row["levels"], 1),
         "forwards/answer: target, drafter": f"{row['forwards_per_answer']:.1f}, {row['draft_forwards_per_answer']:.1f}",
-        **{heading: text for cost, each in row["costs"].items() for heading, text in (
-            (f"at {cost:g} (vs {reference}'s best)", cell(each, "speed")),
+        **{heading: text for cost, values in row["costs"].items() for heading, text in (
+            (f"at {cost:g} (vs {reference}'s best)", cell(values, "speed")),
             (f"best at {cost:g}: levels, tokens",
-             "" if each["best"] is None else f"{each['best_levels']}, {cell(each, 'best')}"))},
+             "" if values["best"] is None else f"{values['best_levels']}, {cell(values, 'best')}"))},
     } for row in rows) + f"\n\n{LEGEND}"

@@ -52,8 +52,8 @@ def lost_table(lost: Sequence[Mapping]) -> str:
         return json.dumps(text, ensure_ascii=False).replace("|", "\\|")
 
     return markdown({
-        "method": each["method"], "lost": each["id"],
-        "first fuzzy token": ("none: " if not each["fuzzy"] else "") + f"{each['at']} of {each['tokens']}",
-        "after": quoted(each["before"]), "token": quoted(each["token"]), "instead of": quoted(each["instead"]),
-        "drafter alone": {None: "", True: "right", False: "wrong"}[each["drafter_right"]],
-    } for each in sorted(lost, key=lambda each: each["method"]))
+        "method": row["method"], "lost": row["id"],
+        "first fuzzy token": ("none: " if not row["fuzzy"] else "") + f"{row['at']} of {row['tokens']}",
+        "after": quoted(row["before"]), "token": quoted(row["token"]), "instead of": quoted(row["instead"]),
+        "drafter alone": {None: "", True: "right", False: "wrong"}[row["drafter_right"]],
+    } for row in sorted(lost, key=lambda row: row["method"]))

@@ -11,7 +11,7 @@ from ..data.questions import Question, choose_questions
 from ..drafting.config import TreeConfig, parse_tree
 from ..options.generate import GenerateOptions
 
-EXACT = "exact"
+REFERENCE = "exact"  # the setting that others are compared with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,6 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
 def read_settings(texts: Sequence[str]) -> dict[str, dict[str, object]]:
     """Parse settings into options by name, with `exact` first; see `parse_setting`."""
     settings = dict(map(parse_setting, texts))
-    if EXACT in settings:
-        raise ValueError(f"--settings: {EXACT} is always included, leave it out of {list(texts)}")
-    return {EXACT: {"acceptance": EXACT}, **settings}
+    if REFERENCE in settings:
+        raise ValueError(f"--settings: {REFERENCE} is always included, leave it out of {list(texts)}")
+    return {REFERENCE: {"acceptance": "exact"}, **settings}

@@ -98,8 +98,8 @@ def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
         theirs = [line["methods"][reference] for line in records]
         parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
         same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
-        columns = [np.array([line[each][key] for line in timed], float)
-                   for each in (name, reference) for key in ("tokens", "seconds")]
+        columns = [np.array([line[method][key] for line in timed], float)
+                   for method in (name, reference) for key in ("tokens", "seconds")]
         tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
         known = all(record.get("cut_off") is not None for record in ours)  # our engine
         own = {  # None: unknown

@@ -132,7 +132,7 @@ def tree_attention(
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = queries.transpose(1, 2)
         before = _flash(queries, keys, values, scale, None, used)
-        own_keys, own_values = (each[rows, :, slots].transpose(1, 2) for each in (keys, values))  # [B, K, N, D]
+        own_keys, own_values = (states[rows, :, slots].transpose(1, 2) for states in (keys, values))  # [B, K, N, D]
         out = _joined(queries, own_keys, own_values, mask, scale, None, None, before)
         return _by_position(out).flatten(2)
 
@@ -177,9 +177,9 @@ def _flash(
     if flash is None:
         raise ValueError(f"no installed flash-attn supports {query.dtype} and heads of size {query.shape[-1]} on "
                          f"{query.device}")
-    each = (states.transpose(1, 2) for states in (query, key, value))
+    transposed = (states.transpose(1, 2) for states in (query, key, value))
     out, lse, *_ = flash(  # [B, N, H, W], [B, H, N]
-        *each, cache_seqlens=lengths, softmax_scale=scale, softcap=softcap or 0.0, causal=causal,
+        *transposed, cache_seqlens=lengths, softmax_scale=scale, softcap=softcap or 0.0, causal=causal,
         return_softmax_lse=True,
     )
     shape = key.shape[1], query.shape[1] // key.shape[1]

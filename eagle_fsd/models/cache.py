@@ -135,8 +135,8 @@ class TreeCache(Cache):
             layer.length = end
         return end
 
-    def _storage(self, device: torch.device, states: Tensor, layers: int, each: int) -> Tensor:
-        shape = layers, each, self.batch, states.shape[1], self.capacity, states.shape[3]
+    def _storage(self, device: torch.device, states: Tensor, layers: int, tensors: int) -> Tensor:
+        shape = layers, tensors, self.batch, states.shape[1], self.capacity, states.shape[3]
         if (spare := self._spare) is not None and (*spare.shape, spare.dtype) == (*shape, states.dtype):
             self._spare, storage = None, spare.zero_()
         else:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FULL_PRECISION = (torch.float32, torch.float64)
 # Tolerated error, relative to the largest logit: full precision; half or quantised. In bfloat16 the logits of a model
 # of 8 billion random weights differ from float32's by 0.055, and those of the fused decoder by 0.046 (on an H200).
-EXACT, ROUNDING = 1e-3, 0.1
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 # The tree:  0 - 1 - 3 - 4, 0 - 2.  Positions differ from row numbers.
 TREE_MASK = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]]).bool()
 TREE_PATHS = [0, 1, 3, 4], [0, 2]
@@ -118,10 +118,10 @@ class TreeCheck:
         expected = self.expected.to(logits.device)
         error = ((logits - expected).abs().max() / expected.abs().max()).item()
         quantised = getattr(self.model, "is_quantized", False)
-        if not error <= (EXACT if self.dtype in FULL_PRECISION and not quantised else ROUNDING):
+        if not error <= (TOLERANCE if self.dtype in FULL_PRECISION and not quantised else HALF_TOLERANCE):
             raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
                              "the largest)")
-        if quantised and error > EXACT:
+        if quantised and error > TOLERANCE:
             log.warning("%s is quantised so that its logits depend on the other tokens of a forward, by up to %.1f%% "
                         "of the largest: where the best two are closer, the text can differ from plain decoding",
                         type(self.model).__name__, 100 * error)

@@ -62,11 +62,11 @@ class Rotary:
         if cached is None or cached[0] != versions or len(cached[1]) < capacity or (
                 (cached[1].device, cached[1].dtype) != (like.device, like.dtype)):
             every = torch.arange(capacity + SPARE, device=like.device)[None]
-            cos, sin = (each[0] for each in self.module(like, every))
+            cos, sin = (table[0] for table in self.module(like, every))
             sin = torch.cat([-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]], -1)
             cached = self.cached = versions, cos, sin
-        cos, sin = ((each[start : start + count][None] if positions is None else each[positions])
-                    for each in cached[1:])
+        cos, sin = ((table[start : start + count][None] if positions is None else table[positions])
+                    for table in cached[1:])
         return cos[:, :, None], sin[:, :, None]
 
 
@@ -268,7 +268,7 @@ class InvariantAttention:
         scale: float,
     ) -> Tensor:  # [B, N, H * S]
         grouped = queries.unflatten(2, (-1, self.groups)).permute(0, 2, 3, 1, 4)  # [B, K, G, N, S]
-        near = (each[:, :, self.start :].double() for each in (keys, values))
+        near = (states[:, :, self.start :].double() for states in (keys, values))
         out, lse = attend_with_lse(grouped.double().flatten(2, 3), *near, self.near, scale)
         out, lse = out.view(grouped.shape), lse.view(grouped.shape[:-1])
         for rows, nodes, end in self.first:
@@ -309,7 +309,7 @@ def has_stable_kernel(key_heads: int, size: int, dtype: torch.dtype, threads: in
         cached = keys[:, :, :end], values[:, :, :end]
         whole = attend_with_lse(rows, *cached, None, size**-0.5)
         for few in (*range(4, 72, 4), 96, 200, 512, 516):
-            alone = attend_with_lse(rows[:1, :, :few], *(each[:1] for each in cached), None, size**-0.5)
+            alone = attend_with_lse(rows[:1, :, :few], *(states[:1] for states in cached), None, size**-0.5)
             if not all(torch.equal(one, every[:1, :, :few]) for one, every in zip(alone, whole, strict=True)):
                 return False
     return True
@@ -438,8 +438,8 @@ def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | 
     if own or activation not in ("silu", "swish"):
         raise Unsupported(f"its layers have {', '.join(own) or 'the activation ' + str(activation)}")
     linear = [*(getattr(attention, name) for name in ATTENTION), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    if not all(hasattr(each, "out_features") for each in linear):
-        raise Unsupported(f"its layers have a {', '.join({type(each).__name__ for each in linear})}")
+    if not all(hasattr(projection, "out_features") for projection in linear):
+        raise Unsupported(f"its layers have a {', '.join({type(projection).__name__ for projection in linear})}")
     for name in ("head_dim", "scaling"):
         if not hasattr(attention, name):
             raise Unsupported(f"its attention has no {name}")

@@ -101,7 +101,7 @@ class Int8:
         self.rotation = hadamard(block_size(weight.shape[1], self.BLOCK))  # [S, S]
         self.scales = torch.empty(len(weight))  # [N]
         numbers = torch.empty(weight.shape, dtype=torch.int8)
-        for part, scales, rounded in zip(*(each.split(self.PART) for each in (weight, self.scales, numbers)),
+        for part, scales, rounded in zip(*(tensor.split(self.PART) for tensor in (weight, self.scales, numbers)),
                                          strict=True):
             exact = rotated(part.to(torch.float32, copy=True), self.rotation)
             scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
@@ -368,7 +368,7 @@ class Stacked:
 
 def _places(layers: Sequence[nn.Linear]) -> list[int]:
     """Addresses of weights and biases."""
-    return [each.data_ptr() for layer in layers for each in (layer.weight, layer.bias) if each is not None]
+    return [tensor.data_ptr() for layer in layers for tensor in (layer.weight, layer.bias) if tensor is not None]
 
 
 def _stacked(parts: Sequence[nn.Parameter]) -> Tensor:
@@ -436,7 +436,7 @@ def device_of(module: nn.Module) -> torch.device:
     """The device that a module computes on: that of its weights, or the execution device of offloaded ones."""
     if isinstance(module, PackedLinear):
         return torch.device("cpu")
-    first = next(each for each in module.modules() if any(True for _ in each.parameters(recurse=False)))
+    first = next(part for part in module.modules() if any(True for _ in part.parameters(recurse=False)))
     weight = next(first.parameters(recurse=False))
     hook = getattr(first, "_hf_hook", None)
     return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
@@ -446,6 +446,11 @@ def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
     return next((form.NAME for form in QUANTIZATIONS.values() if form.NAME in names), max(names, default=None))
+
+
+def form_name(quantization: str | None) -> str | None:
+    """The `NAME` of a quantisation, for the keys of what is stored about it; None: there is none."""
+    return None if quantization is None else QUANTIZATIONS[quantization].NAME
 
 
 def is_int8(module: nn.Module) -> bool:

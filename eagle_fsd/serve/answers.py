@@ -132,7 +132,7 @@ class Formatter:
         tokens = [self._token(token, receipt.logprob) for token, receipt in zip(ids, receipts, strict=True)]
         if self.chat:
             return {"content": [token | {
-                "top_logprobs": [self._token(*each) for each in receipt.top], "source": receipt.source,
+                "top_logprobs": [self._token(*best) for best in receipt.top], "source": receipt.source,
                 "drafter": receipt.drafter, "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
                 for token, receipt in zip(tokens, receipts, strict=True)]}
         top = [by_text(receipt.top, self.spell) for receipt in receipts] if self.request.alternatives else None
@@ -177,7 +177,7 @@ def speller(tokenizer: PreTrainedTokenizerBase, size: int, eos_ids: tuple[int, .
         try:
             return encoded.decode(), list(encoded)
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{each:02x}" for each in encoded), list(encoded)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded), list(encoded)
 
     return spell
 
@@ -208,14 +208,14 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, promp
         prompts: number of prompts; each has the same number of outputs.
     """
     stats = [output.stats for output in outputs]
-    accepted = sum(sum(each.accepted_lengths) for each in stats)
-    cycles = sum(len(each.accepted_lengths) for each in stats)
+    accepted = sum(sum(answer.accepted_lengths) for answer in stats)
+    cycles = sum(len(answer.accepted_lengths) for answer in stats)
     choices = len(stats) // prompts  # the first choice prefills the prompt, the others reuse its cache
-    prefilled = sum(max(each.prefill_tokens for each in stats[first : first + choices])
+    prefilled = sum(max(answer.prefill_tokens for answer in stats[first : first + choices])
                     for first in range(0, len(stats), choices))
     receipts = [receipt for output in outputs for receipt in output.receipts]
     regrets = [receipt.regret for receipt in receipts if receipt.source == "fuzzy"]
-    by_origin = {name: {origin: sum(getattr(each, name)[origin] for each in stats) for origin in ORIGINS}
+    by_origin = {name: {origin: sum(getattr(answer, name)[origin] for answer in stats) for origin in ORIGINS}
                   for name in ("proposed", "accepted")}
     copied = sum(receipt.drafter == "text" for receipt in receipts) if predicted else 0
     rejected = by_origin["proposed"]["text"] - copied if predicted else 0
@@ -226,5 +226,5 @@ def usage(prompt: int, outputs: Sequence[Output], predicted: bool = False, promp
         "accepted_tokens": accepted, "tau": round(accepted / cycles + 1, 4) if cycles else 1.0,
         "proposed_by": by_origin["proposed"], "accepted_by": by_origin["accepted"],
         "fuzzy_tokens": len(regrets), "regret": round(math.fsum(regrets), 4),
-        "target_forwards": sum(each.target_forwards for each in stats),
+        "target_forwards": sum(answer.target_forwards for answer in stats),
     }

@@ -60,7 +60,7 @@ class Service:
         self.logged: set[str] = set()  # ignored fields
         self.engine, self.name, self.defaults = engine, name, dict(defaults)
         self.names = list(dict.fromkeys([name, name.rpartition("/")[2].lower()]))  # the name, then an alias
-        self.known = {part.casefold() for each in map(str, (name, *also)) for part in (each, each.rpartition("/")[2])}
+        self.known = {part.casefold() for full in map(str, (name, *also)) for part in (full, full.rpartition("/")[2])}
         self.root = str(next(iter(also), name))
         self.metrics = Metrics(engine, name)
 
@@ -160,10 +160,10 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             raise Refusal(CLIENT_GONE, "the client disconnected")
         return task.result()
     finally:
-        for each in (watch, task):
-            each.cancel()
+        for future in (watch, task):
+            future.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await each
+                await future
 
 
 def shutting_down() -> Refusal:
@@ -390,7 +390,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
         service.check_name(name)
-        return next((each for each in listed if each["id"] == name), listed[0])
+        return next((entry for entry in listed if entry["id"] == name), listed[0])
 
     @router.post("/v1/chat/completions", response_model=None, dependencies=slot)
     async def chat(request: Request, body: ChatRequest) -> Response:

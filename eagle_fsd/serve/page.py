@@ -190,7 +190,7 @@ def new_conversation() -> dict:
 def rule_fields(defaults: Mapping[str, Any]) -> set[str]:
     """Names of the options of the server's rule; `exact` has none."""
     name = defaults.get("acceptance", "fsd")
-    return set() if name == "exact" else {each.name for each in fields(RULES[name])}
+    return set() if name == "exact" else {option.name for option in fields(RULES[name])}
 
 
 def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

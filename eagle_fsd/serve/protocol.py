@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,6 +27,7 @@ MOST_CHOICES = 8
 MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # per message
+UNION_MEMBER = re.compile(r"str|list\[.+\]")  # in pydantic's places, which clients do not know
 
 OPTIONS = [name for name in GenerateOptions.names() if name != "generation_config"]  # an object of Python
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
@@ -67,8 +69,9 @@ class Refusal(HTTPException):
 
 def refusal_of_body(error: RequestValidationError) -> Refusal:
     """The refusal for a body that is not JSON, or that has fields of the wrong types."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))  # in a union: the member that fits best
-    place, why = [str(part) for part in first["loc"] if part != "body"], first.get("ctx", {}).get("error")
+    first = max(error.errors(), key=lambda problem: len(problem["loc"]))  # in a union: the member that fits best
+    place = [part for part in map(str, first["loc"]) if part != "body" and not UNION_MEMBER.fullmatch(part)]
+    why = first.get("ctx", {}).get("error")
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {why}, at character {place[0]}")
     if isinstance(why, OptionError):
@@ -128,6 +131,13 @@ class Part(BaseModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def check_type(cls, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            raise OptionError("type", kind, '"text", since images, audio and files are not supported here')
+        return part
+
 
 # fail_fast: report only the first wrong item; a body can contain half a million.
 Content = str | Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
@@ -176,7 +186,7 @@ def read_call(call: dict) -> dict:
         raise OptionError("tool_calls", problem='must each be {"id": I, "type": "function", "function": {"name": N, '
                           f'"arguments": A}}}}, where A is a JSON object as text, got {call!r}')
     return {"id": call.get("id"), "type": "function",
-            "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
+            "function": {"name": function["name"], "arguments": function.get("arguments")}}
 
 
 class Prediction(BaseModel):
@@ -199,7 +209,7 @@ class StreamOptions(BaseModel):
 def extra_fields(value: Any, place: str = "") -> set[str]:
     """Names of the fields that the models of a body do not list, except null ones."""
     if isinstance(value, list):
-        return set().union(*(extra_fields(each, place) for each in value if isinstance(each, BaseModel)))
+        return set().union(*(extra_fields(item, place) for item in value if isinstance(item, BaseModel)))
     if not isinstance(value, BaseModel):
         return set()
     return {place + name for name, inside in (value.model_extra or {}).items() if inside is not None}.union(

@@ -72,7 +72,7 @@ def check_settings(
         raise ValueError(f"args must not contain {own[0]}: set it in Ray Serve's own options")
     rest = dict(settings)
     tree = rest.pop("tree", None)
-    loading, serving = ({each.name: rest.pop(each.name) for each in fields(kind) if each.name in rest}
+    loading, serving = ({option.name: rest.pop(option.name) for option in fields(kind) if option.name in rest}
                         for kind in (LoadOptions, ServeOptions))
     LoadOptions(**loading)
     GenerateOptions.from_names(rest)

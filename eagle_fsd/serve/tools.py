@@ -23,6 +23,7 @@ import regex
 from transformers import PreTrainedTokenizerBase
 
 from ..batching.tickets import Piece
+from ..inputs.prompts import as_mapping
 from ..utils.checks import OptionError
 from ..utils.text import StreamedText
 
@@ -124,9 +125,7 @@ def arguments_text(arguments: Any) -> str:
     Raises:
         ValueError: the arguments are not an object, or contain infinity or NaN.
     """
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments, strict=False) if arguments.strip() else None
-    arguments = {} if arguments is None else arguments
+    arguments = as_mapping(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments must be an object, got {arguments!r}")
     return json_text(arguments)
@@ -286,7 +285,7 @@ class CallSplitter(Splitter):
                 calls = [self._xml_call(source)]
             else:
                 value = json.loads(source, strict=False)  # models write line breaks in strings
-                calls = [json_call(each, at > 0) for each in (value if isinstance(value, list) else [value])]
+                calls = [json_call(call, at > 0) for call in (value if isinstance(value, list) else [value])]
         except NO_CALL:
             calls = []
         return end, calls if all(name in self.tools for name, _ in calls) else []
@@ -356,7 +355,7 @@ class TemplateSplitter(Splitter):
             self.body += text
         elif field == "tool_calls":
             value = event["value"]
-            calls = [json_call(each, True) for each in (value if isinstance(value, list) else [value])]
+            calls = [json_call(call, True) for call in (value if isinstance(value, list) else [value])]
             if all(name in self.tools for name, _ in calls):
                 for name, arguments in calls:
                     self.call(name, arguments)
@@ -404,9 +403,9 @@ def python_calls(source: str) -> list[tuple[str, str]]:
         ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError: it is none.
     """
     calls = ast.parse(source, mode="eval").body.elts
-    if any(call.args or not all(each.arg for each in call.keywords) for call in calls):
+    if any(call.args or not all(keyword.arg for keyword in call.keywords) for call in calls):
         raise ValueError("calls need keyword arguments")
-    return [(call.func.id, arguments_text({each.arg: ast.literal_eval(each.value) for each in call.keywords}))
+    return [(call.func.id, arguments_text({keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}))
             for call in calls]
 
 

@@ -77,7 +77,7 @@ def check_request(params: object, speculative: object | None, on_cpu: bool) -> N
 
 
 @dataclass
-class Chains:
+class VerifiedChains:
     """Verified chains in the form of `acceptance.walk.Verified`."""
 
     tree: DraftTree
@@ -124,7 +124,7 @@ def walk_chains(
 
     levels = () if draft is None else draft.split(1, dim=1)
     threshold = torch.full((rows,), rule.threshold, dtype=torch.float64, device=device)
-    return walk(rule, Chains(tree, levels, raw, warped, seeds), threshold)
+    return walk(rule, VerifiedChains(tree, levels, raw, warped, seeds), threshold)
 
 
 class FuzzyRows:
@@ -141,7 +141,7 @@ class FuzzyRows:
     def rules(states: Sequence) -> dict[int, Rule]:
         """The rules of requests that are not lossless, by row."""
         params = dict(enumerate(state.sampling_params for state in states))
-        rules = {row: read_rule(each.extra_args) for row, each in params.items() if each is not None}  # None: pooling
+        rules = {row: read_rule(own.extra_args) for row, own in params.items() if own is not None}  # None: pooling
         return {row: rule for row, rule in rules.items() if rule and not rule.is_lossless(is_greedy(params[row]))}
 
     def replace(
@@ -177,9 +177,9 @@ class FuzzyRows:
                 draft = draft[[row_of.get(states[row].req_id, 0) for row in rows], : len(node) - 1]
             seeds = None if greedy else torch.cat([self._seed(generators.get(row), output.device) for row in rows])
             steps = walk_chains(rule, raw, warped, tokens, draft, known.to(output.device), seeds)
-            accepted = [[step.token for step in each] + [-1] * (output.shape[1] - len(each)) for each in steps]
+            accepted = [[step.token for step in path] + [-1] * (output.shape[1] - len(path)) for path in steps]
             output[rows] = torch.tensor(accepted, dtype=output.dtype).to(output.device)
-            fuzzy = sum(not step.is_exact for each in steps for step in each)
+            fuzzy = sum(not step.is_exact for path in steps for step in path)
             self._count(len(rows), int(ends.sum()), sum(map(len, steps)) - len(rows), fuzzy)
 
     def _seed(self, generator: torch.Generator | None, device: torch.device) -> Tensor:
