@@ -279,7 +279,7 @@ class Costs:
 
 
 @pytest.mark.parametrize(("head", "tree", "nodes"), [
-    (False, None, MOST_NODES), (True, None, MOST_NODES), (False, eagle_fsd.TreeConfig(8, 2, 2), MOST_NODES),
+    (False, None, MOST_NODES), (True, None, MOST_NODES), (False, eagle_fsd.TreeConfig(8, 2, 2), 8),
     (True, eagle_fsd.TreeConfig(40, 2, 2), 40),
 ])
 def test_there_is_room_for_copies_to_the_last_position(head, tree, nodes):
