@@ -28,6 +28,7 @@ from typing import Literal
 from tyro.conf import UseAppendAction
 
 from eagle_fsd import EagleModel
+from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.questions import Question
@@ -119,7 +120,10 @@ def own_methods(model: EagleModel, settings: Sequence[str], args: BenchmarkArgum
     methods |= setting_methods(model, settings, args, shared)
     if args.without_head:
         headless = EagleModel(model.target, None, model.tokenizer)
-        headless.size_cycles()
+        if model.captured is None:
+            headless.size_cycles()
+        else:  # on a GPU, as `load` makes it
+            headless.captured = CapturedCycles(model.target, None)
         methods[COPIES] = engine(headless, acceptance="exact", **options)
     return methods
 
