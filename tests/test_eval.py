@@ -218,7 +218,7 @@ def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch)
 
 
 def test_a_benchmark_in_batches_gives_the_answers_of_single_questions(chat_model, tmp_path):
-    """Greedy and sampled, of every method; the questions have one and two turns, and the last batch has one question."""
+    """Greedy and sampled, of every method; the questions have one and two turns, the last batch one question."""
     for temperature in ("0", "0.8"):
         words = ["--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "1", "--static",
                  "--temperature", temperature, "--settings", "--tree", "8,3,2", "--out"]
