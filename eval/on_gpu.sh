@@ -28,7 +28,7 @@ if [ -z "${QUESTIONS:-}" ]; then
 fi
 HUMANEVAL=${HUMANEVAL:-$QUESTIONS}
 PROMPTS=16 EACH=3 TOKENS=128
-COMPARED=(--dtype bfloat16 --static --reread --minutes "${MINUTES:-1.5}"
+COMPARED=(--dtype bfloat16 --reread --minutes "${MINUTES:-1.5}"
           --then "Now add type hints and a docstring, and return the whole program.")
 ALONE=20 TOGETHER=8 LONGEST=256 TREE=60,6,10 ROWS_TREE=16,5,4 CHAIN_TREE=6,5,1
 CYCLES=(--dtype bfloat16 --captured --rows 1 8 --context 256 --rounds 10)
@@ -82,9 +82,11 @@ pack() {  # all results to BACK, and of a trained head's folder the finished hea
     rm -f "$BACK"/results.tar.gz.* && mv "$packed"/* "$BACK" && rmdir "$packed"
 }
 
-compare() {  # NAME OPTIONS...: methods on HumanEval and an edit of each answer
-    take "$1" "$PYTHON" -m eval.benchmark --target "$TARGET" --device "$DEVICE" --questions "$HUMANEVAL" \
-        --max-new-tokens $LONGEST "${COMPARED[@]}" "${@:2}" --out "$OUT/$1"
+compare() {  # NAME OPTIONS...: methods on HumanEval and an edit of each answer; if it fails, without what is compiled
+    local command=("$PYTHON" -m eval.benchmark --target "$TARGET" --device "$DEVICE" --questions "$HUMANEVAL"
+                   --max-new-tokens $LONGEST "${COMPARED[@]}" "${@:2}") before=${#failed[@]}
+    take "$1" "${command[@]}" --static --out "$OUT/$1"
+    [ ${#failed[@]} = $before ] || take "$1-uncompiled" "${command[@]}" --out "$OUT/$1-uncompiled"
 }
 
 with_head() {  # NAME OPTIONS...: without what is slow, which `with_drafter` has
