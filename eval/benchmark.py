@@ -73,8 +73,8 @@ class BenchmarkArguments(ComparisonOptions, QuestionOptions):
         endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
         rows: questions to answer in one batch. Above 1, later turns process the whole conversation, and there is no
             prompt lookup and no assisted generation, which take one prompt.
-        minutes: time after which no further question is asked. The results are those so far, and the same command
-            continues.
+        minutes: time from the warm-up on after which no further question is asked. The results are those so far, and
+            the same command continues.
         warm_up: questions (with --rows, batches) to answer once without timing.
     """
 

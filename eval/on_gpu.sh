@@ -5,7 +5,8 @@
 #   bash eval/on_gpu.sh OUT                                                   # all parts
 #   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands on a small scale
 # Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run. A
-# comparison of `table`, `sampled` and `rows` asks for MINUTES (1.5), writes what it has, and continues if it runs again.
+# comparison of `table`, `sampled` and `rows` asks for MINUTES (3), the one of transformers' slower forms for SLOW_MINUTES
+# (1.5); it writes what it has, and continues if it runs again.
 # TARGET, DRAFT: a pair; if omitted, the small pair of the tests. DRAFTER: a causal LM with the target's tokens.
 # QUESTIONS: MT-Bench's file. HUMANEVAL: its file. CONVERSATIONS: what the target answers for `head`; if omitted, it
 # writes the questions, too. TRAIN_FROM: a head to continue from. PYTHON: the interpreter. BACK: a folder for all results
@@ -26,10 +27,9 @@ if [ -z "${QUESTIONS:-}" ]; then
         echo "{\"question_id\": \"$word\", \"category\": \"writing\", \"turns\": [\"Say $word.\", \"Again.\"]}"
     done >"$QUESTIONS"
 fi
-HUMANEVAL=${HUMANEVAL:-$QUESTIONS}
+HUMANEVAL=${HUMANEVAL:-$QUESTIONS}; MINUTES=${MINUTES:-3}; SLOW_MINUTES=${SLOW_MINUTES:-1.5}
 PROMPTS=16 EACH=3 TOKENS=128
-COMPARED=(--dtype bfloat16 --reread --minutes "${MINUTES:-1.5}"
-          --then "Now add type hints and a docstring, and return the whole program.")
+COMPARED=(--dtype bfloat16 --reread --then "Now add type hints and a docstring, and return the whole program.")
 ALONE=20 TOGETHER=8 LONGEST=256 TREE=60,6,10 ROWS_TREE=16,5,4 CHAIN_TREE=6,5,1
 CYCLES=(--dtype bfloat16 --captured --rows 1 8 --context 256 --rounds 10)
 SHAPE=(--shape llama-3.1-8b --nodes 1 60 8 16 128 --rows 1 8 --tree 60,6,10 --context 256 --rounds 10
@@ -91,12 +91,12 @@ compare() {  # NAME OPTIONS...: methods on HumanEval and an edit of each answer;
 
 with_head() {  # NAME OPTIONS...: without what is slow, which `with_drafter` has
     compare "$1" --draft "$DRAFT" --tree $TREE --without-head --settings "fsd 0.2" "fsd 0.3" --warm-up 1 \
-        --limit $ALONE --leave-out model.generate "prompt lookup" "${@:2}"
+        --limit $ALONE --minutes "$MINUTES" --leave-out model.generate "prompt lookup" "${@:2}"
 }
 
 with_drafter() {  # NAME OPTIONS...: chains of a small model, assisted generation, and transformers' other ways
     compare "$1" --draft "$DRAFTER" --tree $CHAIN_TREE --assisted 1 --settings "fsd 0.3" --warm-up 1 --limit $ALONE \
-        "${@:2}"
+        --minutes "$SLOW_MINUTES" "${@:2}"
 }
 
 part_table() {  # greedy, one row; and the milliseconds of a cycle by its parts
@@ -114,7 +114,7 @@ part_rows() {  # two batches, both answered before they are timed: a graph is ca
     local temperature
     for temperature in 0 0.7; do
         compare "rows-$temperature" --draft "$DRAFT" --tree $ROWS_TREE --without-head --settings "fsd 0.2" "fsd 0.3" \
-            --rows $TOGETHER --limit $((2 * TOGETHER)) --warm-up 2 --temperature $temperature
+            --rows $TOGETHER --limit $((2 * TOGETHER)) --warm-up 2 --minutes "$MINUTES" --temperature $temperature
     done
 }
 

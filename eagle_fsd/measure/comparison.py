@@ -53,7 +53,7 @@ def compare(
             methods in an order that rotates, so that slow moments of the machine affect all methods alike.
         together: the same methods for the other questions, called from `workers` threads.
         rows: timed questions answered together; above 1, the methods answer lists of prompts.
-        minutes: time after which no further question is asked; None: all are.
+        minutes: time from the warm-up on after which no further question is asked; None: all are.
 
     Returns:
         For each question that all methods have answered, its `id`, `category` and the `methods`' records (see
@@ -62,7 +62,7 @@ def compare(
     Raises:
         ValueError: the log belongs to another comparison, or the first turn of a question cannot be answered.
     """
-    path, started = record_path(options.out, ".answers.jsonl"), time.monotonic()
+    path = record_path(options.out, ".answers.jsonl")
     count = len(questions) if timed is None or together is None else min(timed, len(questions))
     timed_questions = [questions[number * len(questions) // count] for number in range(count)]
     names = list(methods)
@@ -95,6 +95,7 @@ def compare(
         for group in groups[:warm_up]:
             for method in methods.values():
                 ask(method, group, min(warm_up_tokens, options.max_new_tokens))
+        started = time.monotonic()
         for number, group in enumerate(Progress(groups, desc="timed", unit="question" if rows == 1 else "batch")):
             if number and minutes is not None and time.monotonic() - started > 60 * minutes:
                 log.warning("stopped after %g minutes: %d of %d questions are missing, and the same command continues",
