@@ -76,10 +76,10 @@ def custom_generate(
 
     Args:
         draft: a `DraftHead` (from `load_head`), a smaller causal LM with the same tokens, or the directory or hub id of
-            one of them, which each call loads; None: drafts are only copied from the text. On CUDA the model keeps
-            the last drafter that was not loaded, with its CUDA graphs and caches, for later calls with the same drafter
-            and text_tokenizer. `del model.eagle_fsd_pair` frees them. Do so before you delete the model as well:
-            otherwise its memory is freed only by a later garbage collection.
+            one of them; None: drafts are only copied from the text. The model keeps a drafter that a call has loaded,
+            and on CUDA the last drafter with its CUDA graphs and caches, for later calls with the same draft and
+            text_tokenizer. `del model.eagle_fsd_pair` frees them, and the next call loads the files again. Do so before
+            you delete the model as well: otherwise its memory is freed only by a later garbage collection.
         text_streamer: receives the prompt and the tokens, and is ended. `generate` passes its own `streamer=` to no
             callable: it sends the prompt there, and never ends it.
         streamer: the same, for a caller that has sent the prompt itself.
@@ -119,12 +119,7 @@ def custom_generate(
             raise ValueError(f"{name}= needs text_tokenizer=: model.generate does not pass its tokenizer= on")
         padding = left_padding(input_ids, model_kwargs.get("attention_mask"))
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
-        if isinstance(draft, (str, Path)):
-            loaded = (load_target(draft, dtype=model.dtype, device=model.device)[0] if is_causal_lm(draft)
-                      else load_head(draft))
-            pair = EagleModel.from_parts(model, loaded, text_tokenizer)
-        else:
-            pair = pair_of(model, draft, text_tokenizer)
+        pair = pair_of(model, draft, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
         own = [{"processors": processors_of_row(logits_processor or [], number), "eos_ids": eos_ids,
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
@@ -206,9 +201,9 @@ def hub_generate(
 
 
 class CachedPair:
-    """A pair with captured cycles as an attribute of its target, for later calls: drafter, graphs and caches live as
-    long as the target. In a dictionary with weak keys they would live for ever, since a pair holds its target. Copies
-    of the target, pickled ones included, have None as the attribute.
+    """A pair as an attribute of its target, for later calls: drafter, graphs and caches live as long as the target. In
+    a dictionary with weak keys they would live for ever, since a pair holds its target. Copies of the target, pickled
+    ones included, have None as the attribute.
 
     Args:
         parts: the drafter, the tokenizer, and where and in which dtypes the models are.
@@ -222,11 +217,11 @@ class CachedPair:
 
 
 def pair_of(
-    model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
+    model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
-    """The pair of an earlier call with the same parts, if its cycles are captured; else a new one. The pair itself
-    notices replaced modules, hooks and weights, see `EagleModel.refresh` and `captured.cycle`."""
+    """The pair of an earlier call with the same parts, if its drafter was loaded or its cycles are captured; else a new
+    one. The pair itself notices replaced modules, hooks and weights, see `EagleModel.refresh` and `captured.cycle`."""
     cached = vars(model).pop(ATTRIBUTE, None)
     models = [part for part in (model, draft) if isinstance(part, PreTrainedModel)]
     parts = [draft, tokenizer, *((part.device, part.dtype) for part in models)]
@@ -234,13 +229,20 @@ def pair_of(
         cached.pair.refresh()
         cached.pair.fit()
     else:
-        cached = None  # its graphs and caches are freed before there are others
-        pair = EagleModel.from_parts(model, draft, tokenizer)
-        if pair.captured is None:
+        cached, named = None, isinstance(draft, (str, Path))  # what was cached is freed before there is another
+        pair = EagleModel.from_parts(model, load_drafter(draft, model) if named else draft, tokenizer)
+        if pair.captured is None and not named:
             return pair
         cached = CachedPair(pair, parts)
     vars(model)[ATTRIBUTE] = cached
     return cached.pair
+
+
+def load_drafter(place: str | Path, model: PreTrainedModel) -> DraftHead | PreTrainedModel:
+    """Load a head, or a causal LM with the dtype and device of the target."""
+    if is_causal_lm(place):
+        return load_target(place, dtype=model.dtype, device=model.device)[0]
+    return load_head(place)
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:

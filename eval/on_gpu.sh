@@ -1,17 +1,24 @@
 #!/bin/bash
-# Checks on a GPU, in parts, the most important ones first; the first five take some four minutes.
-#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [long] [chain] [stock] [pair] [model] [train]       # none: all parts
+# Checks on a GPU, in parts.
+#   bash eval/on_gpu.sh OUT [table] [sampled] [rows] [head]                   # a real model, see docs/results/gpu.md
+#   bash eval/on_gpu.sh OUT [tests] [identity] [forwards] [long] [chain] [stock] [pair] [model] [train]
+#   bash eval/on_gpu.sh OUT                                                   # all parts
 #   DEVICE=cpu bash eval/on_gpu.sh OUT                                        # the same commands on a small scale
-# Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run.
-# TARGET, DRAFT: a pair; if omitted, the small pair of the tests. QUESTIONS: MT-Bench's file. PYTHON: the interpreter.
-# TRAIN_FROM: a head to continue from. Paths other than OUT are relative to the root of the checkout.
+# Each command may take LIMIT seconds (540). The end lists commands that failed or timed out; the others still run. A
+# comparison of `table`, `sampled` and `rows` asks for MINUTES (3), the one of transformers' slower forms for SLOW_MINUTES
+# (1.5); it writes what it has, and continues if it runs again.
+# TARGET, DRAFT: a pair; if omitted, the small pair of the tests. DRAFTER: a causal LM with the target's tokens.
+# QUESTIONS: MT-Bench's file. HUMANEVAL: its file. CONVERSATIONS: what the target answers for `head`; if omitted, it
+# writes the questions, too. TRAIN_FROM: a head to continue from. PYTHON: the interpreter. BACK: a folder for all results
+# so far, after each command and in `head` each minute, in parts of 15 MiB: `cat results.tar.gz.* | tar xz`. Paths other
+# than OUT are relative to the root of the checkout.
 set -uo pipefail
 : "${1:?a folder for the results}"
 OUT=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2; shift
 cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}; LIMIT=${LIMIT:-540}; DEVICE=${DEVICE:-cuda}
 SMALL=tests/pairs
-TARGET=${TARGET:-$SMALL/small-target}; DRAFT=${DRAFT:-$SMALL/small-draft}
+TARGET=${TARGET:-$SMALL/small-target}; DRAFT=${DRAFT:-$SMALL/small-draft}; DRAFTER=${DRAFTER:-$TARGET}
 PAIR=(--target "$TARGET" --draft "$DRAFT" --device "$DEVICE")
 export PYTHONUNBUFFERED=1 PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 if [ -z "${QUESTIONS:-}" ]; then
@@ -20,7 +27,11 @@ if [ -z "${QUESTIONS:-}" ]; then
         echo "{\"question_id\": \"$word\", \"category\": \"writing\", \"turns\": [\"Say $word.\", \"Again.\"]}"
     done >"$QUESTIONS"
 fi
+HUMANEVAL=${HUMANEVAL:-$QUESTIONS}; MINUTES=${MINUTES:-3}; SLOW_MINUTES=${SLOW_MINUTES:-1.5}
 PROMPTS=16 EACH=3 TOKENS=128
+COMPARED=(--dtype bfloat16 --reread --then "Now add type hints and a docstring, and return the whole program.")
+ALONE=20 TOGETHER=8 LONGEST=256 TREE=60,6,10 ROWS_TREE=16,5,4 CHAIN_TREE=6,5,1
+CYCLES=(--dtype bfloat16 --captured --rows 1 8 --context 256 --rounds 10)
 SHAPE=(--shape llama-3.1-8b --nodes 1 60 8 16 128 --rows 1 8 --tree 60,6,10 --context 256 --rounds 10
        --captured --draft-vocabularies 0 32000)
 LONG=(--shape llama-3.1-8b --nodes 1 60 --rows 1 8 --tree 60,6,10 --context 4000 --rounds 10 --settings exact
@@ -28,6 +39,9 @@ LONG=(--shape llama-3.1-8b --nodes 1 60 --rows 1 8 --tree 60,6,10 --context 4000
 CHAIN=(--shape llama-3.1-8b --draft-shape qwen2.5-0.5b --settings exact --context 256 --rounds 10 --captured)
 ASKED=(--self-prompted 200 --batch 200 --max-length 1024 --max-new-tokens 128)
 STEPS=(--steps 200 --batch-tokens 16384 --eval-every 100)
+ANSWERS=(--batch 512 --max-new-tokens 512 --max-length 1280)
+HASS=(--steps 2600 --batch-tokens 16384 --gradient-accumulation 2 --intermediate-size 2560 --draft-vocab-size 8192
+      --eval-every 400 --eval-documents 64)
 if [ "$DEVICE" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     PROMPTS=2 EACH=1 TOKENS=8
@@ -40,12 +54,80 @@ if [ "$DEVICE" = cpu ]; then
     done >"$OUT/conversations.jsonl"
     ASKED=(--data "$OUT/conversations.jsonl" --max-length 256)
     STEPS=(--steps 2 --batch-tokens 512 --eval-documents 2 --eval-every 2)
+    ALONE=2 TOGETHER=2 LONGEST=16 TREE=8,4,2 ROWS_TREE=4,2,2
+    CYCLES=(--captured --rows 1 2 --context 16 --rounds 2)
+    CONVERSATIONS=${CONVERSATIONS:-$OUT/conversations.jsonl} ANSWERS=(--batch 8 --max-new-tokens 16)
+    HASS=(--steps 4 --batch-tokens 512 --gradient-accumulation 2 --draft-vocab-size 64 --eval-every 2
+          --eval-documents 2)
+fi
+if [ "${CONVERSATIONS:-}" ]; then
+    ANSWERS+=(--data "$CONVERSATIONS" --regenerate greedy)
+else
+    ANSWERS+=(--self-prompted 6000)
 fi
 failed=()
 
 take() {  # NAME COMMAND...: write its output to OUT/NAME.log and stdout
     echo "== $1: ${*:2}"
     timeout -k 10 "$LIMIT" "${@:2}" 2>&1 | tee "$OUT/$1.log" || failed+=("$1")
+    pack
+}
+
+pack() {  # all results to BACK, and of a trained head's folder the finished head, else the best so far
+    [ "${BACK:-}" ] || return 0
+    local without=(--exclude=own --exclude=features --exclude=states) packed
+    [ -d "$OUT/head/head" ] && without+=(--exclude=best)
+    packed=$(mktemp -d) && mkdir -p "$BACK"
+    tar cz -C "$OUT" "${without[@]}" . | split -d -b 15M - "$packed/results.tar.gz."
+    rm -f "$BACK"/results.tar.gz.* && mv "$packed"/* "$BACK" && rmdir "$packed"
+}
+
+compare() {  # NAME OPTIONS...: methods on HumanEval and an edit of each answer; if it fails, without what is compiled
+    local command=("$PYTHON" -m eval.benchmark --target "$TARGET" --device "$DEVICE" --questions "$HUMANEVAL"
+                   --max-new-tokens $LONGEST "${COMPARED[@]}" "${@:2}") before=${#failed[@]}
+    take "$1" "${command[@]}" --static --out "$OUT/$1"
+    [ ${#failed[@]} = $before ] || take "$1-uncompiled" "${command[@]}" --out "$OUT/$1-uncompiled"
+}
+
+with_head() {  # NAME OPTIONS...: without what is slow, which `with_drafter` has
+    compare "$1" --draft "$DRAFT" --tree $TREE --without-head --settings "fsd 0.2" "fsd 0.3" --warm-up 1 \
+        --limit $ALONE --minutes "$MINUTES" --leave-out model.generate "prompt lookup" "${@:2}"
+}
+
+with_drafter() {  # NAME OPTIONS...: chains of a small model, assisted generation, and transformers' other ways
+    compare "$1" --draft "$DRAFTER" --tree $CHAIN_TREE --assisted 1 --settings "fsd 0.3" --warm-up 1 --limit $ALONE \
+        --minutes "$SLOW_MINUTES" "${@:2}"
+}
+
+part_table() {  # greedy, one row; and the milliseconds of a cycle by its parts
+    with_head table
+    take table-cycle "$PYTHON" -m eval.forwards "${PAIR[@]}" "${CYCLES[@]}" --nodes 1 ${TREE%%,*} --tree $TREE \
+        --out "$OUT/table-cycle"
+    with_drafter table-drafter
+    take table-drafter-cycle "$PYTHON" -m eval.forwards --target "$TARGET" --draft "$DRAFTER" --device "$DEVICE" \
+        "${CYCLES[@]}" --nodes 1 ${CHAIN_TREE%%,*} --tree $CHAIN_TREE --settings exact --out "$OUT/table-drafter-cycle"
+}
+
+part_sampled() { with_head sampled --temperature 0.7; with_drafter sampled-drafter --temperature 0.7; }
+
+part_rows() {  # two batches, both answered before they are timed: a graph is captured for each number of rows
+    local temperature
+    for temperature in 0 0.7; do
+        compare "rows-$temperature" --draft "$DRAFT" --tree $ROWS_TREE --without-head --settings "fsd 0.2" "fsd 0.3" \
+            --rows $TOGETHER --limit $((2 * TOGETHER)) --warm-up 2 --minutes "$MINUTES" --temperature $temperature
+    done
+}
+
+part_head() {  # the target's own answers, their features, and a head by the objective hass
+    take answers "$PYTHON" -m train.prepare_data --target "$TARGET" --dtype bfloat16 "${ANSWERS[@]}" --out "$OUT/own"
+    take features "$PYTHON" -m train.features --target "$TARGET" --data "$OUT/own" --device "$DEVICE" \
+        --out "$OUT/features"
+    cat "$OUT"/features/*.safetensors &>/dev/null  # the first pass would wait for the disk
+    while sleep 60 && kill -0 $$; do pack; done &>/dev/null & local packing=$!
+    take head "$PYTHON" -m train.train_draft_head small --target "$TARGET" --data "$OUT/own" \
+        --features "$OUT/features" --objective hass "${HASS[@]}" --tree $TREE --save-minutes 1 --keep 1 \
+        --output "$OUT/head"
+    kill $packing
 }
 
 part_tests() { take tests "$PYTHON" -m pytest -q -m cuda -p no:cacheprovider $(grep -l "mark\.cuda" tests/test_*.py); }
@@ -107,7 +189,8 @@ part_train() {  # the target's own answers, then an EAGLE-2 and an EAGLE-3 head;
     done
 }
 
-parts=("$@"); [ ${#parts[@]} = 0 ] && parts=(tests identity forwards long chain stock pair model train)
+parts=("$@")
+[ ${#parts[@]} = 0 ] && parts=(table sampled rows head tests identity forwards long chain stock pair model train)
 for part in "${parts[@]}"; do
     declare -F "part_$part" >/dev/null || { echo "there is no part $part"; exit 2; }
 done

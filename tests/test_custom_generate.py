@@ -347,6 +347,28 @@ def test_captured_cycles_serve_later_calls(monkeypatch):
     assert made[-1]() is None
 
 
+@pytest.mark.parametrize("kind", ["a head", "a small model"])
+def test_a_drafter_named_by_its_folder_is_loaded_once(tmp_path, monkeypatch, kind):
+    """The model keeps it for later calls with the same name, until another drafter comes or the user deletes it."""
+    target = tiny_target()
+    small_model(target).save_pretrained(tmp_path / "a small model")
+    eagle_fsd.save_head(tiny_head(target), tmp_path / "a head")
+    loaded, load_drafter = [], hf.load_drafter
+    monkeypatch.setattr(hf, "load_drafter", lambda *args: loaded.append(load_drafter(*args)) or loaded[-1])
+
+    def call(draft):
+        options = {"max_new_tokens": 6, "do_sample": False}
+        found = target.generate(IDS, custom_generate=custom_generate, draft=draft, tree=TREE, threshold=0.0, **options)
+        assert torch.equal(found, target.generate(IDS, **options))
+        return len(loaded)
+
+    place = tmp_path / kind
+    assert [call(place), call(place), call(str(place)), call(str(place))] == [1, 1, 2, 2]
+    del target.eagle_fsd_pair
+    assert call(str(place)) == 3
+    assert [call(None), call(str(place))] == [3, 4]
+
+
 def test_calls_from_elsewhere_are_refused(target):
     with pytest.raises(TypeError, match="by generate"):
         custom_generate(target, IDS)

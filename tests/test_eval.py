@@ -217,8 +217,49 @@ def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch)
     assert "and tau, by turn:\n\n| method | turn 1 | turn 2 | turn 3 |" in page
 
 
+def test_a_benchmark_in_batches_gives_the_answers_of_single_questions(chat_model, tmp_path):
+    """Greedy and sampled, of every method; the questions have one and two turns, the last batch one question."""
+    for temperature in ("0", "0.8"):
+        words = ["--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "1", "--static",
+                 "--temperature", temperature, "--settings", "--tree", "8,3,2", "--out"]
+        ids = []
+        for name, more in (("alone", ["--leave-out", "prompt lookup"]), ("rows", ["--rows", "2"])):
+            assert benchmark.main([*words, str(tmp_path / f"{name}-{temperature}"), *more]) == 0
+            log = (tmp_path / f"{name}-{temperature}.answers.jsonl").read_text().splitlines()
+            ids.append({(line["asked"], line["method"]): line["ids"] for line in map(json.loads, log[1:])})
+        stock = ("model.generate", "model.generate, static cache")
+        assert len(ids[0]) == 15 and ids[0].keys() == ids[1].keys()
+        for key, found in ids[0].items():  # torch's noise depends on the batch, ours on the prompt
+            assert found == ids[1][key] or temperature != "0" and key[1] in stock
+        for asked, _ in ids[0]:
+            assert ids[1][asked, stock[0]] == ids[1][asked, stock[1]]
+    page = (tmp_path / "rows-0.md").read_text()
+    assert "\nBatches of 2 questions: " in page and "\nLater turns: history read again, " in page
+
+
+def test_a_benchmark_ends_after_some_minutes_and_continues(chat_model, tmp_path, caplog):
+    words = ["--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--warm-up", "0", "--settings",
+             "--tree", "8,3,2", "--leave-out", "model.generate", "prompt lookup", "--out", str(tmp_path / "run")]
+    assert benchmark.main([*words, "--minutes", "1e-9"]) == 0
+    assert "2 of 3 questions are missing, and the same command continues" in caplog.text
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert [row["method"] for row in record["rows"]["all"]] == ["no drafting", "EAGLE-2 (head alone)", "exact"]
+    assert record["rows"]["all"][0]["answers"] == 1 and record["baseline_dtype"] is None
+    assert benchmark.main(words) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["rows"]["all"][0]["answers"] == 3
+
+
+@pytest.mark.parametrize("names", [["model.generator"], ["model.generate", "prompt lookup", "no drafting", "exact"]])
+def test_methods_that_are_not_there_or_all_but_one_cannot_be_left_out(chat_model, tmp_path, capsys, names):
+    assert benchmark.main(["--questions", write_questions(tmp_path), "--settings", "--tree", "8,3,2", "--out",
+                           str(tmp_path / "x"), "--leave-out", *names]) == 2
+    assert "--leave-out takes names of methods and leaves at least two, got " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("more", "said"), [
     (("--per-category", "0"), "--per-category must be at least 1"),
+    (("--rows", "0"), "--rows must be at least 1"),
+    (("--rows", "2", "--endpoints", "a=http://127.0.0.1:9/v1"), "--rows 2 is for batches in this process"),
     (("--settings", "fast 1"), "unknown rule 'fast'"),
     (("--settings", "0.3"), "unknown rule '0.3'"),
     (("--settings", "exact"), "exact is always included"),

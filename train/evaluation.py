@@ -107,7 +107,8 @@ class Evaluation:
         started = time.perf_counter()
         try:
             with self.stop.immediately():
-                outputs = decode(EagleModel.from_parts(target.model, head), trainer.prompts, config)
+                pair = EagleModel.from_parts(target.model, head, cuda_graphs=False)  # few cycles, of many row counts
+                outputs = decode(pair, trainer.prompts, config)
         except KeyboardInterrupt:
             log.info("stopping: the evaluation of step %d was aborted", step)
             return

@@ -249,13 +249,15 @@ def regenerated(
 
 
 def load_model(arguments: Arguments, place: str, tokenizer: PreTrainedTokenizerBase) -> EagleModel:
-    """Load the target, with its draft head if there is one."""
+    """Load the target, with its draft head if there is one. Cycles are not captured: a large batch has another number
+    of rows in nearly each of them."""
     trusted = arguments.trust_remote_code
     if arguments.draft:
         model = eagle_fsd.load(place, arguments.draft, dtype=arguments.dtype, quantization=arguments.quantization,
-                               trust_remote_code=trusted)
+                               trust_remote_code=trusted, cuda_graphs=False)
     else:
-        model = EagleModel.from_parts(load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)[0], None)
+        target, _ = load_target(place, dtype=arguments.dtype, trust_remote_code=trusted)
+        model = EagleModel.from_parts(target, None, cuda_graphs=False)
         set_attention(model.target, None)
     model.tokenizer = tokenizer
     model.prepack(arguments.quantization)

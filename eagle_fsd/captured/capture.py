@@ -19,7 +19,9 @@ from ..data.progress import Progress
 log = logging.getLogger(__name__)
 _capturing = threading.Lock()
 SOON = 2.0  # seconds before a progress bar appears: most captures end earlier, and a user may be reading an answer
-MOST_PROGRAMS = 64  # graphs of one pair of caches; a graph of an 8B model takes some MB besides the shared pool
+# Graphs of one pair of caches. A graph of an 8B model takes some MB besides the shared pool. Batches of eight rows need
+# some 100: for one tree, with and without copies and a rule, each number of rows and each bucket has its own.
+MOST_PROGRAMS = 256
 
 
 @contextmanager

@@ -54,6 +54,26 @@ def converse(answer: Callable[[list[dict[str, str]]], T], turns: Sequence[str]) 
     return answers
 
 
+def converse_together(
+    answer: Callable[[list[list[dict[str, str]]]], Sequence[T]], conversations: Sequence[Sequence[str]]
+) -> list[list[T]]:
+    """Answers to the turns of several conversations. Those of each turn are one batch, without the conversations that
+    have ended.
+
+    Args:
+        answer: maps chats to answers, see `converse`.
+    """
+    chats, answers = [[] for _ in conversations], [[] for _ in conversations]
+    for turn in range(max(map(len, conversations))):
+        rows = [row for row, turns in enumerate(conversations) if turn < len(turns)]
+        for row in rows:
+            chats[row].append({"role": "user", "content": conversations[row][turn]})
+        for row, found in zip(rows, answer([chats[row] for row in rows]), strict=True):
+            answers[row].append(found)
+            chats[row].append({"role": "assistant", "content": found.text})
+    return answers
+
+
 def read_questions(path: Path) -> list[Question]:
     """The questions of a JSON lines file; the keys of each line determine its format.
 

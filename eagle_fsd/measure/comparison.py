@@ -7,7 +7,9 @@ with exact (`compare_settings`).
 from __future__ import annotations
 
 import hashlib
+import logging
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -19,7 +21,7 @@ import torch
 from ..batching.engine import Engine
 from ..data.files import append_lines, check_same, only_writer, read_lines
 from ..data.progress import Progress
-from ..data.questions import Question, converse
+from ..data.questions import Question, converse, converse_together
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
 from .grading import CODE_END, is_right
@@ -30,86 +32,103 @@ from .records import bullets, decimals, markdown, percent, plot_comparison, reco
 from .settings import REFERENCE, CalibrationOptions, ComparisonOptions, read_settings
 from .statistics import FEWEST, by_category, by_turn, cross_fitted, repetition
 
+log = logging.getLogger(__name__)
 DRAFTER = "drafter alone"
 PLAIN = {"speculative": False, "tree": None}  # options of decoding without drafts
 
 
 def compare(
     methods: Mapping[str, Method], questions: Sequence[Question], options: ComparisonOptions,
-    about: Mapping[str, object], *, warm_up: int = 2, timed: int | None = None,
-    together: Mapping[str, Method] | None = None, workers: int = 1,
+    about: Mapping[str, object], *, warm_up: int = 2, warm_up_tokens: int = 32, timed: int | None = None,
+    together: Mapping[str, Method] | None = None, workers: int = 1, rows: int = 1, minutes: float | None = None,
 ) -> list[dict]:
     """Answer every question with every method. A repeated call resumes from the log of an interrupted one.
 
     Args:
         methods: methods by name. A name must state everything in which its method differs from the others.
         about: what all methods have in common; the log is only resumed if it is the same.
-        warm_up: questions answered first without being measured.
+        warm_up: questions (batches of `rows`) answered first without being measured, with at most `warm_up_tokens` a
+            turn.
         timed: number of questions to time, spread evenly; None: all. They are answered one at a time, each by all
             methods in an order that rotates, so that slow moments of the machine affect all methods alike.
         together: the same methods for the other questions, called from `workers` threads.
+        rows: timed questions answered together; above 1, the methods answer lists of prompts.
+        minutes: time from the warm-up on after which no further question is asked; None: all are.
 
     Returns:
-        For each question its `id`, `category` and the `methods`' records (see `record_of`).
+        For each question that all methods have answered, its `id`, `category` and the `methods`' records (see
+        `record_of`).
 
     Raises:
         ValueError: the log belongs to another comparison, or the first turn of a question cannot be answered.
     """
-    log = record_path(options.out, ".answers.jsonl")
+    path = record_path(options.out, ".answers.jsonl")
     count = len(questions) if timed is None or together is None else min(timed, len(questions))
     timed_questions = [questions[number * len(questions) // count] for number in range(count)]
     names = list(methods)
 
-    def answer(method: Method, name: str, question: Question, is_timed: bool) -> dict:
+    def ask(method: Method, group: Sequence[Question], most: int) -> list[list[Answer]]:
         try:
-            answers = converse(lambda chat: method(chat, options.max_new_tokens), question.turns)
+            if rows == 1:
+                return [converse(lambda chat: method(chat, most), question.turns) for question in group]
+            return converse_together(lambda chats: method(chats, most), [question.turns for question in group])
         except ValueError as error:
-            raise ValueError(f"question {question.id}: {error}") from error
-        return {"asked": digest_of(question), "method": name, "timed": is_timed,
-                **record_of(answers, question, options.run_code)}
+            raise ValueError(f"question {', '.join(str(question.id) for question in group)}: {error}") from error
+
+    def answer(method: Method, name: str, group: Sequence[Question], is_timed: bool) -> list[dict]:
+        return [{"asked": digest_of(question), "method": name, "timed": is_timed,
+                 **record_of(answers, question, options.run_code)}
+                for question, answers in zip(group, ask(method, group, options.max_new_tokens), strict=True)]
 
     def log_records(records: Sequence[dict]) -> None:
-        append_lines(log, records)
+        append_lines(path, records)
         known.update({(record["asked"], record["method"]): record for record in records})
 
     def is_missing(question: Question, name: str, is_timed: bool) -> bool:
         record = known.get((digest_of(question), name))
         return record is None or is_timed and not record["timed"]
 
-    with only_writer(log):
-        known = known_records(log, about)
+    with only_writer(path):
+        known = known_records(path, about)
         missing = [question for question in timed_questions if any(is_missing(question, name, True) for name in names)]
-        for question in missing[:warm_up]:
+        groups = [missing[start : start + rows] for start in range(0, len(missing), rows)]
+        for group in groups[:warm_up]:
             for method in methods.values():
-                method([{"role": "user", "content": question.turns[0]}], min(32, options.max_new_tokens))
-        for number, question in enumerate(Progress(missing, desc="timed", unit="question")):
-            runs: dict[str, list[dict]] = {name: [] for name in names}
+                ask(method, group, min(warm_up_tokens, options.max_new_tokens))
+        started = time.monotonic()
+        for number, group in enumerate(Progress(groups, desc="timed", unit="question" if rows == 1 else "batch")):
+            if number and minutes is not None and time.monotonic() - started > 60 * minutes:
+                log.warning("stopped after %g minutes: %d of %d questions are missing, and the same command continues",
+                            minutes, len(missing) - number * rows, len(questions))
+                break
+            runs: dict[str, list[list[dict]]] = {name: [] for name in names}
             for shift in range(number, number + options.repeats):
                 for name in names[shift % len(names) :] + names[: shift % len(names)]:
-                    runs[name].append(answer(methods[name], name, question, True))
-            log_records([median_record(same) for same in runs.values()])
+                    runs[name].append(answer(methods[name], name, group, True))
+            log_records([median_record(same) for repeated in runs.values() for same in zip(*repeated, strict=True)])
         pool = ThreadPoolExecutor(workers)
         try:
             for name in names:  # one after the other: rows without drafts would wait for the cycles of drafted ones
-                jobs = [pool.submit(answer, together[name], name, question, False) for question in questions
+                jobs = [pool.submit(answer, together[name], name, [question], False) for question in questions
                         if question not in timed_questions and is_missing(question, name, False)]
                 done = as_completed(jobs)
                 for job in Progress(done, desc=f"batched, {name}", unit="answer", total=len(jobs)) if jobs else ():
-                    log_records([job.result()])
+                    log_records(job.result())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return [{"id": question.id, "category": question.category,
-             "methods": {name: known[digest_of(question), name] for name in names}} for question in questions]
+             "methods": {name: known[digest_of(question), name] for name in names}} for question in questions
+            if all((digest_of(question), name) in known for name in names)]
 
 
-def known_records(log: Path, about: Mapping[str, object]) -> dict[tuple[str, str], dict]:
+def known_records(path: Path, about: Mapping[str, object]) -> dict[tuple[str, str], dict]:
     """Read the records of a log by question and method, or start the log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    header, *records = read_lines(log) or [None]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header, *records = read_lines(path) or [None]
     if header is None:
-        append_lines(log, [about])
+        append_lines(path, [about])
     else:
-        check_same(log, header, about)
+        check_same(path, header, about)
     return {(record["asked"], record["method"]): record for record in records}
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..api import generate
@@ -20,7 +21,7 @@ from ..decoding.decoder import Session
 from ..decoding.output import Output
 from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
-from ..inputs.prompts import ChatTokens, encode_prompt
+from ..inputs.prompts import ChatTokens, encode_prompts
 from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
 from ..models.digest import generation_digest, tokenizer_digests
@@ -32,7 +33,7 @@ from .settings import ComparisonOptions
 class Answer:
     """One answer; `output` has the receipts of our engine, and is None for other engines."""
 
-    seconds: float  # including prefill
+    seconds: float  # including prefill; of a batch, this answer's share
     token_ids: list[int]
     text: str
     output: Output | None = None
@@ -40,7 +41,8 @@ class Answer:
     draft_forwards: int = 0  # of the drafter
 
 
-Method = Callable[[object, int], Answer]  # (prompt, max_new_tokens)
+# (prompt, max_new_tokens); `hf_generate` and `engine` answer a list of prompts as a batch, with a list of answers
+Method = Callable[[object, int], Answer]
 
 
 def prompt_seed(seed: int, prompt: object) -> int:
@@ -75,7 +77,7 @@ def pair_text(model: EagleModel) -> str:
 
 def hf_generate(
     model: EagleModel, *, temperature: float = 0.0, seed: int = 0, stock: PreTrainedModel | None = None,
-    **options: object,
+    static: int | None = None, **options: object,
 ) -> Method:
     """The baseline: `model.generate` of the stock model, with the same decoding options as our engine.
 
@@ -86,6 +88,8 @@ def hf_generate(
     Args:
         seed: base seed; torch's global generator gets a seed per prompt before each sampled answer.
         stock: the model; None: `model.stock`.
+        static: positions of a static cache, with which transformers compiles the forward of a token on a GPU. All
+            calls share the length, since another one would compile it again. None: a cache that grows.
         options: further options of `model.generate`, such as `prompt_lookup_num_tokens=10`.
     """
     sampling: dict[str, object] = {"do_sample": False}
@@ -97,22 +101,34 @@ def hf_generate(
     for name in ("max_length", *SAMPLING):
         setattr(greedy, name, None)
 
-    def answer(prompt: object, max_new_tokens: int) -> Answer:
+    def answer(prompt: object, max_new_tokens: int) -> Answer | list[Answer]:
         started = time.perf_counter()
-        tokens = encode_prompt(prompt, model)
-        ids = torch.tensor([tokens], device=model.target.device)
-        ends = sorted(end_tokens(model, chat=isinstance(tokens, ChatTokens)))
+        prompts, batched = encode_prompts(prompt, model)
+        longest = max(map(len, prompts))
+        padding = [longest - len(tokens) for tokens in prompts]
+        ids = torch.tensor([[0] * count + tokens for count, tokens in zip(padding, prompts, strict=True)],
+                           device=model.target.device)
+        mask = torch.tensor([[0] * count + [1] * (longest - count) for count in padding], device=ids.device)
+        ends = sorted(end_tokens(model, chat=isinstance(prompts[0], ChatTokens)))
+        length: dict[str, object] = {"max_new_tokens": max_new_tokens}
+        if static is not None:
+            length = {"cache_implementation": "static", "max_length": static,
+                      "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(longest + max_new_tokens)])}
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
         stock.generation_config = greedy  # the model's own config applies even if another is passed
         try:
-            sequence = stock.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                                      repetition_penalty=1.0, eos_token_id=ends or None, **sampling, **options)
+            sequences = stock.generate(ids, attention_mask=mask, repetition_penalty=1.0, eos_token_id=ends or None,
+                                       **length, **sampling, **options)
         finally:
             stock.generation_config = own
-        new = sequence[0, ids.shape[1] :].tolist()
-        seconds = time.perf_counter() - started
-        return Answer(seconds, new, model.tokenizer.decode(new, skip_special_tokens=True))
+        rows = sequences[:, longest:].tolist()
+        seconds = (time.perf_counter() - started) / len(rows)
+        answers = []
+        for row in rows:
+            end = next((at + 1 for at, token in enumerate(row) if token in ends), None)  # padding may follow
+            answers.append(Answer(seconds, row[:end], model.tokenizer.decode(row[:end], skip_special_tokens=True)))
+        return answers if batched else answers[0]
 
     return answer
 
@@ -195,16 +211,21 @@ def engine(
     """
     ask, session = ask or partial(generate, model=model), Session()
 
-    def answer(prompt: object, max_new_tokens: int) -> Answer:
+    def answer(prompt: object, max_new_tokens: int) -> Answer | list[Answer]:
         nonlocal session
         request = {"repetition_penalty": 1.0, **options, "max_new_tokens": max_new_tokens}
         if keep_history:
             session = request["session"] = session if continues(prompt) else Session()
-        if "seed" in options:
-            request["seed"] = prompt_seed(options["seed"], prompt)
+        batched = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list)
+        if "seed" in options:  # in a batch, each prompt has the noise that it would have alone
+            seeds = [prompt_seed(options["seed"], each) for each in (prompt if batched else [prompt])]
+            request["seed"] = seeds if batched else seeds[0]
         started = time.perf_counter()
-        output = ask(prompt, **request)
-        return Answer(time.perf_counter() - started, output.token_ids, output.text, output,
-                      output.stats.accepted_lengths, output.stats.draft_forwards)
+        found = ask(prompt, **request)
+        outputs = found if batched else [found]
+        seconds = (time.perf_counter() - started) / len(outputs)
+        answers = [Answer(seconds, output.token_ids, output.text, output, output.stats.accepted_lengths,
+                          output.stats.draft_forwards) for output in outputs]
+        return answers if batched else answers[0]
 
     return answer
