@@ -26,7 +26,9 @@ class Rule(ABC):
     """An acceptance rule with its threshold; a larger threshold accepts more.
 
     If `is_lossless`, the walk takes the target's own token and does not call `weigh`, so that rounding cannot matter.
-    Otherwise it calls `weigh`, which reads the threshold of each row (`Nodes.threshold`).
+    Otherwise it calls `weigh`, which reads the threshold of each row (`Nodes.threshold`), not `self.threshold`: a CUDA
+    graph is captured once for all thresholds. So `weigh` must also be free of what waits for the device, such as
+    `tensor.item()`, `if tensor:` and shapes that depend on values.
     """
 
     name: ClassVar[str]

@@ -1,1 +1,2 @@
-"""The cycle as three programs of fixed shapes and addresses, which CUDA graphs replay: draft, verify, walk and keep."""
+"""The cycle as four programs of fixed shapes and addresses, which CUDA graphs replay: draft, join copies, verify, and
+walk and keep."""

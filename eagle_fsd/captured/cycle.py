@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -44,7 +43,7 @@ from .capture import Pool
 from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)  # may be captured
+CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)
 SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
@@ -350,10 +349,9 @@ class CapturedCycles:
         if bucket is None:
             return False
         processors = requests[0].params.processors
-        own = LogitsProcessorList(processor for processor in processors if isinstance(processor, WARPERS))
         home.pool.run(
             ("draft", buffers.key, settings.draft, bucket, buffers.fed),
-            partial(draft, buffers, self.target, self.drafter, settings.draft, own, bucket, buffers.fed))
+            partial(draft, buffers, self.target, self.drafter, settings.draft, processors, bucket, buffers.fed))
         buffers.ahead = settings.draft
         return True
 
@@ -380,7 +378,7 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     first, params = requests[0].params, [request.params for request in requests]
     if plan.limits_nodes or any(row.top_logprobs or plan.tree and not row.speculative for row in params):
         return None
-    if not share_processors(requests) or not all(type(processor) in WARPERS for processor in first.processors):
+    if not share_processors(requests) or not all(type(processor) in CAPTURABLE for processor in first.processors):
         return None
     if any(type(rule) not in RULES.values() or row.greedy != first.greedy
            for rule, row in zip(rules, params, strict=True)):

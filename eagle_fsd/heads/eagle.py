@@ -190,7 +190,7 @@ class DraftHead(nn.Module):
     ) -> Tensor:  # [B, T, D]
         """Predicted features at the tokens' own positions.
 
-        To replace it, assign a callable of this signature, as for `TargetModel.forward`.
+        To replace it, assign a callable of this signature, as for `CausalLM.forward`.
         """
         hidden = self.fc(torch.cat([self.embed_tokens(tokens).to(features.dtype), features], -1))
         if self.computes_fused(cache):

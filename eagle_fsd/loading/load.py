@@ -120,12 +120,12 @@ def pack_early(
     model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, quantization: str | None = None,
     fused: bool = True,
 ) -> None:
-    """Pack a model's weights. The check of `TargetModel` runs on the packed weights, where it is faster; but before
+    """Pack a model's weights. The check of `CausalLM` runs on the packed weights, where it is faster; but before
     packing as int8, because two forwards in int8 differ by more than the check tolerates.
 
     Args:
         head: the head that the model will be joined with.
-        dtype: see `TargetModel.pack`. fused: see `EagleModel.from_parts`.
+        dtype: see `CausalLM.pack`. fused: see `EagleModel.from_parts`.
     """
     if quantization is not None:
         check_once(model, fused=fused)

@@ -172,7 +172,7 @@ class EagleModel:
         The stock models still run. A copy of them has plain weights, and their `state_dict` unpacks the weights.
 
         Args:
-            quantization: "int8", or None: the stored 16 bits, with the same results.
+            quantization: "int8", "int8-fast", or None: the stored 16 bits, with the same results.
             draft_quantization: of a causal LM as the drafter; None: `quantization`.
 
         Raises:
@@ -255,7 +255,7 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     directory remembers its result.
 
     Raises:
-        ValueError: see `TargetModel`.
+        ValueError: see `CausalLM`.
     """
     facts = (type(target).__name__, target.config.to_json_string(), target.config._attn_implementation,
              weights_digest(target), str(target.dtype), fused, __version__, torch.__version__, transformers.__version__)

@@ -424,7 +424,7 @@ class FusedDecoder:
 
 
 def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | None, config: PreTrainedConfig) -> None:
-    """Raise `Unsupported` unless a layer has the submodules of Llama's and no others. `TargetModel` compares their
+    """Raise `Unsupported` unless a layer has the submodules of Llama's and no others. `CausalLM` compares their
     results at load."""
     if attention is None or mlp is None:
         raise Unsupported(f"its layers are of {type(layer).__name__}, without self_attn and mlp")

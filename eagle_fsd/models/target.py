@@ -119,7 +119,7 @@ class OutputRows:
 
         Args:
             lm_head: the target's output layer, packed by now.
-            dtype: see `TargetModel.pack`.
+            dtype: see `CausalLM.pack`.
         """
         parent = nn.Sequential(self.layer)
         pack_linears(parent, form, files, dtype)
