@@ -59,6 +59,8 @@ def test_notations_of_numbers(text, number):
         ("gsm8k", "x\n#### 9{,}500", "It is 9500", True),
         ("gsm8k", "x\n#### 9,500", r"\boxed{9\,500} in 3 years", True),
         ("gsm8k", "yes", "yes", True),  # no number: compared as text
+        ("algebra", "x\n#### 72", "She has 72.", True),  # GSM8K's form, with the file's own category
+        ("ifeval", "Paris", "Paris", True),  # the file's own category, without IFEval's instructions
         ("prompts", "Paris", "#### Final Answer\n\nParis", True),
         ("prompts", "Paris", "#### Paris\nHope this helps.", True),
         ("list", "3, 4", "These.\n#### 5\n#### 3, 4 ", True),
