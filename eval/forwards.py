@@ -41,7 +41,7 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import seconds_of
-from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.methods import described, pair_text
@@ -197,7 +197,7 @@ def decoder_of(
     options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
     decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, options),
-                      Drafting(Choice(tree)), captured=captured)
+                      Drafting(Fixed(tree)), captured=captured)
     decoder.prefill()
     return decoder
 

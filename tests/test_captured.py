@@ -30,7 +30,7 @@ from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_kee
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.language_model import DraftModel
-from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.options.generate import GenerateOptions
 
@@ -296,7 +296,7 @@ def test_the_recorded_runs(setting):
         run = prompt["runs"][setting]
         tree = TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
         asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
-        decoder = Decoder(pair.target, pair.draft, [asked], Drafting(Choice(tree)), captured=captured)
+        decoder = Decoder(pair.target, pair.draft, [asked], Drafting(Fixed(tree)), captured=captured)
         decoder.prefill()
         for _ in run["accept_lengths"]:
             decoder.step()
@@ -426,7 +426,7 @@ def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
     options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
     options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
     requests = make_requests(pair, PROMPTS[:3], options)
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)), captured=pair.captured)
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Fixed(TREE)), captured=pair.captured)
     decoder.prefill()
     for cycle in range(12):
         torch.cuda.set_sync_debug_mode("error" if cycle > 3 else "default")
@@ -458,7 +458,7 @@ def programs_of(pair, rows, draw, rule):
     buffers = Buffers(target, drafter, storages, tree, True)
     options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
-    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Choice(tree)).next())
+    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Fixed(tree)).next())
     if drafter.draft_tokens is not None:
         _other_tokens(buffers.draft_tokens, target.vocab_size)
     processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)

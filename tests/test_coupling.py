@@ -24,7 +24,7 @@ from eagle_fsd.drafting.coupling import NOISE_WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
-from eagle_fsd.drafting.sizing import Choice, Plan
+from eagle_fsd.drafting.sizing import Auto
 
 TREE = TreeConfig(16, 5, 4)
 SEEDS = torch.tensor([3, 4, 5])
@@ -68,8 +68,8 @@ def test_what_truncation_rules_out_keeps_the_tree_connected():
     features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
     warpers = [LogitsProcessorList([TopKLogitsWarper(2)])]
     coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), torch.ones(1), torch.ones(1), warpers, VOCAB)
-    sized = Choice(config, lambda nodes, levels: 1.0, default_curves().sampled)
-    for plan in (None, Plan(sized, config)):
+    sized = Auto(config, lambda nodes, levels: 1.0, default_curves().sampled)
+    for plan in (None, sized.plan(config)):
         cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
         tree, _ = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache,
                              config, coupling=coupling, plan=plan)

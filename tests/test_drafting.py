@@ -16,7 +16,7 @@ from eagle_fsd.drafting.growth import draft_tree, rerank
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Choice, Drafting, Plan, Sizing
+from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed, Sizing
 from eagle_fsd.models import causal_lm
 from eagle_fsd.models.target import TargetModel
 
@@ -136,7 +136,7 @@ def test_the_root_stays_whatever_the_scores():
     above = torch.tensor(SCORES) + torch.tensor([0.0] + [9.0] * 10)
     config = TreeConfig(3, 3, 2)
     assert rerank(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH, config).tokens[0, 0] == 9
-    dear = Plan(Choice(config, cost=lambda nodes, levels: 9.0 * nodes), config)
+    dear = Auto(config, cost=lambda nodes, levels: 9.0 * nodes).plan(config)
     none = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config, plan=dear)
     assert none.tokens.tolist() == [[9]] and none.max_depth == 0
 
@@ -206,7 +206,7 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
         return
     text = [*decoder.requests[0].tokens[:-3], 7, 8]
     (request,) = greedy_decoder(target, drafter, [text], tree, 20).requests
-    later = Decoder(target, drafter, [request], Drafting(Choice(tree)), earlier=decoder)
+    later = Decoder(target, drafter, [request], Drafting(Fixed(tree)), earlier=decoder)
     later.prefill()
     assert request.stats.prefill_tokens == 2
     emitted = [len(receipts) for _ in range(2) for receipts in later.step()]

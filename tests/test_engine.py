@@ -22,8 +22,8 @@ from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.prefixes import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import SameCopies
-from eagle_fsd.drafting.copies import TextSource
-from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.drafting.copies import MOST_NODES, TextSource
+from eagle_fsd.drafting.sizing import Auto
 from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -58,11 +58,11 @@ OPTIONS = [
 class Trees:
     """Such as `tree="auto"` has: another tree for each number of rows, for some of them none; drafting pauses."""
 
-    largest = eagle_fsd.TreeConfig(30, 5, 4)
+    largest = eagle_fsd.TreeConfig(MOST_NODES, 5, 4)
 
     def of(self, rows=1, temperature=0.0, lossless=True):
         tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
-        return Choice(tree, cost=lambda nodes, levels: 2.5)
+        return Auto(tree, cost=lambda nodes, levels: 2.5)
 
 
 @functools.cache

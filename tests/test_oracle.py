@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
-from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.drafting.tree import DraftTree
 
 ORACLE = Path(__file__).parent / "oracle"
@@ -26,7 +26,7 @@ def load(target: Path, head: Path) -> eagle_fsd.EagleModel:
 def decode(pair: eagle_fsd.EagleModel, prompt: list[int], run: dict) -> tuple[Request, list[DraftTree]]:
     """As many cycles as the recorded run has, with its tree: the request, and the tree of each cycle."""
     trees = []
-    choice = Choice(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
+    choice = Fixed(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
     request = Request(prompt, RequestParams(max_new_tokens=200))
     decoder = Decoder(pair.target, pair.draft, [request], Drafting(choice))
     decoder.observe = lambda tree, *_: trees.append(tree)

@@ -11,7 +11,7 @@ from tiny import PROMPT, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.batching.remembered import Remembered
 from eagle_fsd.drafting.copies import MOST_NODES, SEPARATOR
-from eagle_fsd.drafting.sizing import Choice
+from eagle_fsd.drafting.sizing import Auto
 from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
 
@@ -275,7 +275,7 @@ class Costs:
     largest = eagle_fsd.TreeConfig(64, 16, 4)
 
     def of(self, rows=1, temperature=0.0, lossless=True):
-        return Choice(None, cost=lambda nodes, levels: 1.0)
+        return Auto(None, cost=lambda nodes, levels: 1.0)
 
 
 @pytest.mark.parametrize(("head", "tree", "nodes"), [

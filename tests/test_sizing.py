@@ -26,7 +26,7 @@ from eagle_fsd.drafting.curves import (
     default_curves,
 )
 from eagle_fsd.drafting.latency import Latency, between
-from eagle_fsd.drafting.sizing import Choice, Drafting, Pause, Plan, Sizing
+from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed, Pause, Sizing
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
@@ -155,7 +155,7 @@ def test_as_many_nodes_are_verified_as_pay(pace):
                   for nodes in range(1, min(MOST_NODES, max(map(len, scores))) + 1)}
         rate = max(expected / cost(nodes, 1) for nodes, expected in tokens.items())
         surplus = {nodes: expected - max(pace, rate) * cost(nodes, 1) for nodes, expected in tokens.items()}
-        count = Plan(Choice(None, cost), None, pace).nodes(scores)
+        count = Auto(None, cost).plan(None, pace).nodes(scores)
         assert surplus[count] == pytest.approx(max(surplus.values()), abs=1e-9)
         found.add((count, rate > pace))
     assert {1, MOST_NODES} <= {count for count, _ in found} and len(found) > 20 and {True, False} <= dict(
@@ -171,8 +171,8 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
     known = Curves((-9.0, 0.0), (-9.0, 0.0), (-9.0, -9.0), tuple(np.linspace(0.02, 1, 50)), worths)
     for level in (0.01, 0.05, 0.1, 0.2):
         for node in (0.0, 0.05, 0.2):
-            choice = Choice(WIDE_TREE, lambda nodes, levels: 1 + node * nodes + level * levels, known)  # noqa: B023
-            plan = Plan(choice, WIDE_TREE, 1.0)
+            choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + node * nodes + level * levels, known)  # noqa: B023
+            plan = choice.plan(WIDE_TREE, 1.0)
 
             def value(path, left, best, node=node, level=level, plan=plan):
                 """What levels are worth from here on: of the best policy, or of ours."""
@@ -185,7 +185,7 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
             ours, most = value(1.0, 6, False), value(1.0, 6, True)
             assert most - 0.02 <= ours <= most + 1e-9
     likely, unlikely = [[math.log(0.9)]], [[math.log(0.02)]]
-    cheap = Plan(Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.05 * levels, known), WIDE_TREE, 1.0)
+    cheap = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.05 * levels, known).plan(WIDE_TREE, 1.0)
     assert cheap.level_pays(likely) and not cheap.level_pays(unlikely)
     assert cheap.level_pays([*likely, *likely, [math.log(0.3)]])  # the mean row counts
     assert not replace(cheap, missed=0.05).level_pays(likely)  # what copies hold already is worth nothing
@@ -193,7 +193,7 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
 
 def test_lambda_is_what_was_achieved():
     """A running mean of tokens by cost, at least that of plain decoding."""
-    choice = Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
+    choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
     policy = Drafting(choice)
     assert policy.next([None, None]).pace == pytest.approx(1.6)
     for _ in range(300):
@@ -202,9 +202,9 @@ def test_lambda_is_what_was_achieved():
     for _ in range(3000):
         policy.learn(policy.next([None, None]), 10, 4, [1, 1], copied=False)
     assert policy.pace == 1.0
-    given = Drafting(Choice(WIDE_TREE))
+    given = Drafting(Fixed(WIDE_TREE))
     given.learn(given.next(), 10, 4, [9], copied=False)
-    assert not given.next().limits_nodes and given.next().tree is WIDE_TREE  # nothing is known of costs: always whole
+    assert not given.next().decided_by_scores and given.next().tree is WIDE_TREE  # always whole
 
 
 def test_levels_are_as_wide_as_costs_hardly_more():
@@ -223,7 +223,7 @@ def test_levels_are_as_wide_as_costs_hardly_more():
 
 def test_the_outlook_is_the_best_number_of_levels_on_average():
     for level in (0.01, 0.05, 0.2, 0.9):
-        choice = Choice(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + level * levels, default_curves().greedy)  # noqa: B023
+        choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + level * levels, default_curves().greedy)  # noqa: B023
         gain, count = choice.outlook(1.5)
         worth, reach, gains = choice.curves.level_worth(0.03), 1.0, [0.0]
         for _ in range(WIDE_TREE.depth):
@@ -286,7 +286,7 @@ def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
     tree = TreeConfig(8, 3, 2)
     expected, _ = decode(pair, [PROMPT], tree, 70)
-    decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], Choice(tree, cost=lambda nodes, levels: 3.9), 80)
+    decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], Auto(tree, cost=lambda nodes, levels: 3.9), 80)
     (row,), undrafted = decoder.requests, []
     with torch.inference_mode():
         decoder.prefill()

@@ -39,7 +39,7 @@ from eagle_fsd.drafting.copies import (
 from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
-from eagle_fsd.drafting.sizing import Choice, Drafting, Plan
+from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.loading.pair import EagleModel
@@ -379,7 +379,7 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
     def begun(prompts, *options):
         requests = [make_requests(pair, [prompt], GenerateOptions(**own))[0]
                     for prompt, own in zip(prompts, options, strict=True)]
-        decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(tree, cost=cost)))
+        decoder = Decoder(pair.target, pair.draft, requests, Drafting(Auto(tree, cost) if cost else Fixed(tree)))
         decoder.prefill()
         return decoder
 
@@ -389,11 +389,11 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
         decoder.step()
         unread = [len(decoder.forwards.features(row)) for row in range(len(prompts))]
     assert len(decoder.requests[2].tokens) < 350
-    drafted, logits = decoder.forwards.draft(decoder.requests, Plan(Choice(tree), tree))
+    drafted, logits = decoder.forwards.draft(decoder.requests, Fixed(tree).plan(tree))
     for row, request in enumerate(decoder.requests):
         alone = begun([request.tokens[:-1]], {})
         assert alone.requests[0].tokens == request.tokens
-        expected, theirs = alone.forwards.draft(alone.requests, Plan(Choice(tree), tree))
+        expected, theirs = alone.forwards.draft(alone.requests, Fixed(tree).plan(tree))
         assert drafted.tokens[row].tolist() == expected.tokens[0].tolist()
         for ours, wanted in zip(logits, theirs, strict=True):
             torch.testing.assert_close(ours[row], wanted[0], rtol=1e-3, atol=1e-3)
@@ -501,7 +501,7 @@ def test_the_head_is_asked_where_it_pays():
     for level in (0.01, 0.05, 0.1, 0.2, 0.3, 0.5):
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
-                choice = Choice(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
+                choice = Auto(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
                 policy = Drafting(choice)
                 for _ in range(60):  # five tokens with nine nodes and three levels
                     policy.learn(policy.next([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
@@ -509,21 +509,21 @@ def test_the_head_is_asked_where_it_pays():
                 pace = policy.pace
                 worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
                 assert (policy.next(copies).tree is TREE) == worth and policy.next([None]).tree is TREE
-    dear = Choice(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
+    dear = Auto(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
     assert Drafting(dear).next([None]).tree is TREE  # that is for the pauses to say
     assert Drafting(dear).next([chain(0.99, 9)]).tree is None
-    assert Drafting(Choice(TREE)).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
+    assert Drafting(Fixed(TREE)).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for head in (True, False):
-        policy = Drafting(Choice(TreeConfig(9, 2, 2)))
+        policy = Drafting(Fixed(TreeConfig(9, 2, 2)))
         policy.begin([None, None], has_drafter=head)
         plan = policy.next([None] * 2)
         assert (plan.tree is not None) == head
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5
         assert plan.nodes([[0.0] * 20, [0.0]]) == 9
-    copied = Drafting(Choice(None)).next([None])  # as many as is usual
+    copied = Drafting(Fixed()).next([None])  # as many as is usual
     assert [copied.nodes([[0.0] * known]) for known in (3, 200)] == [3, NODES]
 
 

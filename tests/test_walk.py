@@ -15,7 +15,7 @@ import eagle_fsd
 from eagle_fsd.acceptance import Nodes, TokenWeights, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.drafting.sizing import Choice, Drafting
+from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.inputs.requests import make_requests
 
 VOCAB, TREE = 11, eagle_fsd.TreeConfig(8, 3, 3)
@@ -262,7 +262,7 @@ def test_a_function_that_raised_is_not_asked_again():
 @torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Choice(TREE)))
+    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Fixed(TREE)))
     decoder.prefill()
     decoder.drop_finished()
     while decoder.requests:

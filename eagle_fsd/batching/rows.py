@@ -22,9 +22,8 @@ from ..decoding.forwards import Forwards
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
-from ..drafting.copies import MOST_NODES
 from ..drafting.growth import extend_draft
-from ..drafting.sizing import Choice, Drafting
+from ..drafting.sizing import Auto, Drafting, Fixed
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
 from .prefixes import Prefixes
@@ -105,10 +104,9 @@ class Rows:
         remember: int = 0,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        # Nodes of the largest tree, which copies may fill; a tree that the model chooses has up to `MOST_NODES`.
-        self.nodes = max(MOST_NODES if tree is None else 1, *(config.total_tokens for config in trees))
-        # Positions in the draft's cache besides the text.
-        self.levels = max(config.depth * config.top_k for config in trees)
+        # The most positions that a cycle takes in the target's cache and in the draft's, besides the text.
+        self.nodes = max(config.verified(copying=True) for config in trees)
+        self.levels = max(config.drafted for config in trees)
         self.model, self.tree, self.most = model, tree, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
@@ -141,7 +139,7 @@ class Rows:
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
 
-    def _choice(self, requests: Sequence[Request]) -> Choice:
+    def _choice(self, requests: Sequence[Request]) -> Fixed | Auto:
         """What a batch of these requests drafts.
 
         A request's own tree replaces a fixed one only if all requests are lossless, since the text of a fuzzy request
@@ -149,17 +147,17 @@ class Rows:
         If temperatures differ, the first row's selects the curves, which only predict acceptance."""
         requests, count = [request for request in requests if request.params.speculative], len(requests)
         if not requests:
-            return Choice(None)
+            return Fixed()
         own = [request.params.tree for request in requests if request.params.tree is not None]
         if own and (self.tree is None or all(request.params.lossless for request in requests)):
-            return Choice(own[0])
+            return Fixed(own[0])
         if self.tree is not None:
-            return Choice(self.tree)
+            return Fixed(self.tree)
         return self.model.sizing.of(count, requests[0].params.temperature)
 
     def holds(self, tree: TreeConfig) -> bool:
         """Whether a request's own tree fits into the caches."""
-        return tree.total_tokens <= self.nodes and tree.depth * tree.top_k <= self.levels
+        return tree.verified(copying=True) <= self.nodes and tree.drafted <= self.levels
 
     # Capacity ---------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Buffers:
         self.device, self.rows, self.config = storage.device, storage.shape[2], tree
         self.key = self.rows, tree, copying
         self.nodes = 1 if tree is None else tree.nodes  # N of a tree without copies
-        self.most = tree.total_tokens if copying else self.nodes  # N of a tree with copies
+        self.most = 1 if tree is None else tree.verified(copying)  # N of a tree with copies
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else min(tree.depth + 1, tree.nodes)  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again

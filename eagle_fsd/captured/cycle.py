@@ -376,7 +376,7 @@ class CapturedCycles:
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
     first, params = requests[0].params, [request.params for request in requests]
-    if plan.limits_nodes or any(row.top_logprobs or plan.tree and not row.speculative for row in params):
+    if plan.decided_by_scores or any(row.top_logprobs or plan.tree and not row.speculative for row in params):
         return None
     if not share_processors(requests) or not all(type(processor) in CAPTURABLE for processor in first.processors):
         return None

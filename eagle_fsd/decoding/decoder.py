@@ -17,7 +17,6 @@ from torch import Tensor
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
 from ..captured.cycle import CapturedCycles, Walked
-from ..drafting.copies import MOST_NODES
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting
 from ..drafting.tree import DraftTree, root_only
@@ -59,21 +58,18 @@ class Decoder:
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
         """`Forwards` with room for the longest text and the largest tree."""
-        trees = self.drafting.trees(self.requests)
-        copying = any(request.copying for request in self.requests)  # copies fill a tree that the drafter does not
-        sizes = (tree.total_tokens if copying else tree.nodes for tree in trees)
-        nodes = max(MOST_NODES if copying else 1, *sizes, 1)
-        tree_positions = max((tree.depth * tree.top_k for tree in trees), default=0)
+        copying = any(request.copying for request in self.requests)
+        nodes, levels = self.drafting.room(self.requests, copying)
         texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
-            earlier.forwards.take_over(self.requests[0], earlier.requests[0].tokens, room, room + tree_positions)
+            earlier.forwards.take_over(self.requests[0], earlier.requests[0].tokens, room, room + levels)
             return earlier.forwards
         if self.captured is not None and count:
-            return self.captured.forwards(room, 0 if self.drafter is None else room + tree_positions, count)
-        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + tree_positions, count)
+            return self.captured.forwards(room, 0 if self.drafter is None else room + levels, count)
+        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + levels, count)
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[list[Receipt]]:

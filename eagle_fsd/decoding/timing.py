@@ -24,7 +24,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
 from ..drafting.latency import Latency
-from ..drafting.sizing import Choice, Drafting
+from ..drafting.sizing import Auto, Drafting, Fixed
 from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
 from ..models.linear import packed_form
@@ -45,12 +45,12 @@ DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency,
 
 
 def greedy_decoder(
-    target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Choice | None,
+    target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Auto | None,
     max_new_tokens: int,
 ) -> Decoder:
     """A decoder of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
-    choice = tree if isinstance(tree, Choice) else Choice(tree)
+    choice = tree if isinstance(tree, Auto) else Fixed(tree)
     return Decoder(target, drafter if tree else None, requests, Drafting(choice))
 
 
@@ -78,10 +78,10 @@ class SameCycle:
         # The values of the features do not affect the time.
         self.features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in forwards.unread_features]
 
-    def of(self, tree: TreeConfig | Choice | None, copies: bool = False) -> Callable[[], object]:
+    def of(self, tree: TreeConfig | Auto | None, copies: bool = False) -> Callable[[], object]:
         """A function that runs a cycle with this tree, of the drafter's nodes or of copies."""
         decoder, forwards = self.decoder, self.decoder.forwards
-        drafting = Drafting(tree if isinstance(tree, Choice) else Choice(tree))
+        drafting = Drafting(tree if isinstance(tree, Auto) else Fixed(tree))
         drafting.begin(decoder.requests, has_drafter=decoder.drafter is not None)
         source = SameCopies(self.copied[: tree.total_tokens - 1]) if copies else None
 
@@ -146,7 +146,7 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
         "plain": one(None),
-        "root": one(Choice(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
+        "root": one(Auto(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
         **{("nodes", count): one(TreeConfig(count, SHORT, wide)) for count in nodes},
         **{("short", top_k): one(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
         **{("long", top_k): one(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},

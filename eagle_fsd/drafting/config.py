@@ -46,6 +46,15 @@ class TreeConfig:
         """Nodes verified per cycle: `total_tokens`, or fewer where fewer can be scored."""
         return min(self.total_tokens, self.scored_nodes + 1)
 
+    def verified(self, copying: bool) -> int:
+        """Nodes verified per cycle at most: copies fill `total_tokens` where fewer can be scored."""
+        return self.total_tokens if copying else self.nodes
+
+    @property
+    def drafted(self) -> int:
+        """Positions in the drafter's cache that the levels of a cycle take, at most."""
+        return self.depth * self.top_k
+
 
 # The defaults: on a GPU, where 60 nodes cost hardly more than one, the published tree; on a CPU a small one.
 GPU_TREE = TreeConfig(60, 8, 10)

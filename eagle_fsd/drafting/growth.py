@@ -152,8 +152,9 @@ def grow(
     """
     k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
     batch, device = len(root), root.device
-    limited = plan is not None and plan.limits_levels
-    estimate = partial(apply_curves, curve_segments(plan.choice.curves, k, device)) if limited else None
+    curves = None if plan is None else plan.curves
+    limited = curves is not None
+    estimate = partial(apply_curves, curve_segments(curves, k, device)) if limited else None
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = drafter.own_logits(predicted, target.logits)  # [B, 1, R]
@@ -223,7 +224,7 @@ def rerank(
     comparable[:, 0] = math.inf  # rounding can raise other scores above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
     count = min(max(config.total_tokens, nodes), scores.shape[1])
-    if plan is not None and plan.limits_nodes and not nodes:
+    if plan is not None and plan.decided_by_scores and not nodes:
         sorted_scores[:, 0] = 0.0
         count = plan.nodes(sorted_scores[:, :count].tolist())
         if count == 1:

@@ -8,9 +8,9 @@ acceptance rates of copies predict tokens.
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
 
-Roles: `Sizing` belongs to a model, and makes a `Choice` for each number of rows. `Drafting` is the policy of one
-batch, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`. In a `Choice` or a `Plan`, a tree
-of None means that the drafter drafts nothing; in options, requests and engines, that they leave the tree to the model.
+Roles: `Sizing` belongs to a model, and makes an `Auto` for each number of rows. `Drafting` is the policy of one batch,
+`Auto` or a `Fixed` tree, and makes a `Plan` for each cycle. Requests to one model may share a `Pause`. Here a tree of
+None means that the drafter drafts nothing; in options, requests and engines, that they leave the tree to the model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import ClassVar
 
 from .config import TreeConfig
 from .copies import MOST_NODES, NODES, Copies
@@ -36,24 +37,51 @@ MEMORY = 8  # drafted cycles in a running mean
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The largest tree for a number of rows, what cycles cost there, and the curves that predict acceptance.
+class Fixed:
+    """Every cycle drafts the whole of one tree.
+
+    Args:
+        tree: None: the drafter drafts nothing.
+    """
+
+    tree: TreeConfig | None = None
+
+    def most_nodes(self, copying: bool) -> int:
+        """The most nodes that a cycle verifies. Copies may fill a tree that the drafter does not."""
+        if self.tree is None:
+            return NODES if copying else 1
+        return self.tree.verified(copying)
+
+    def plan(self, tree: TreeConfig | None) -> Plan:
+        """The plan of a cycle that drafts this tree, or without it copies alone."""
+        return Plan(tree, self.most_nodes(copying=True))
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Every cycle has the size that pays.
 
     Args:
         tree: the largest tree that the drafter may draft; None: it drafts nothing.
-        cost: of a cycle, from its nodes and drafted levels (0: the drafter is not used), in cycles without drafting;
-            None: unknown, so that the tree is always drafted whole.
-        curves: of the drafter; None: every level of the tree is drafted.
+        cost: of a cycle, from its nodes and drafted levels (0: the drafter is not used), in cycles without drafting.
+        curves: of the drafter, which predict acceptance; None: every level of the tree is drafted.
     """
 
     tree: TreeConfig | None
-    cost: Callable[[int, int], float] | None = None
+    cost: Callable[[int, int], float]
     curves: Curves | None = None
+
+    def most_nodes(self, copying: bool) -> int:
+        """The most nodes that a cycle verifies."""
+        return MOST_NODES
+
+    def plan(self, tree: TreeConfig | None, pace: float = PACE, missed: float = 1.0) -> PricedPlan:
+        """The plan of a cycle that drafts at most this tree; see `PricedPlan`."""
+        return PricedPlan(tree, self.most_nodes(copying=True), self, pace, missed)
 
     @cached_property
     def costs_by_nodes(self) -> list[float]:
         """Cost of a cycle with 1, 2, ... nodes and one drafted level."""
-        assert self.cost is not None
         return [self.cost(nodes, 1) for nodes in range(1, MOST_NODES + 1)]
 
     @cached_property
@@ -95,7 +123,7 @@ class Sizing:
     def __init__(self, latency: Latency, curves: HeadCurves | None, vocabulary: int = WIDTH) -> None:
         self.latency, self.curves = latency, curves
         self.largest = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))  # no cycle's tree is larger
-        self._choices: dict[tuple, Choice] = {}
+        self._choices: dict[tuple, Auto] = {}
 
     def top_k(self, rows: int = 1) -> int:
         """The number of nodes of the widest level that costs hardly more than a level of one, or whose additional cost
@@ -104,13 +132,13 @@ class Sizing:
         most = one + max(WIDER[0] * one, WIDER[1] * plain)
         return max(width for width in range(1, self.largest.top_k + 1) if self.latency.level_of(width * rows) <= most)
 
-    def of(self, rows: int = 1, temperature: float = 0.0) -> Choice:
-        """The choice for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
+    def of(self, rows: int = 1, temperature: float = 0.0) -> Auto:
+        """The sizes for this many rows, without a tree if on average none pays even at the rate of plain decoding."""
         curves = None if self.curves is None else self.curves.at(temperature)
         key = rows, curves
         if key not in self._choices:
             top_k = self.top_k(rows)
-            choice = Choice(replace(self.largest, top_k=top_k), partial(self.latency.relative, top_k, rows), curves)
+            choice = Auto(replace(self.largest, top_k=top_k), partial(self.latency.relative, top_k, rows), curves)
             drafts = curves is not None and choice.outlook()[1] > 0
             self._choices[key] = choice if drafts else replace(choice, tree=None)
         return self._choices[key]
@@ -123,33 +151,51 @@ def mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of one cycle, decided while it is drafted.
+    """The size of one cycle: that of a `Fixed` tree.
 
     Args:
         tree: the largest tree that the drafter may draft; None: it drafts nothing.
-        pace: lambda.
-        missed: probability that the first copied tokens are rejected, so that the drafter's can be accepted.
+        most: the most nodes to verify, copies included.
     """
 
-    choice: Choice
     tree: TreeConfig | None
-    pace: float = PACE
-    missed: float = 1.0
+    most: int
+
+    decided_by_scores: ClassVar[bool] = False  # whether the numbers of nodes and levels are
+    curves: ClassVar[Curves | None] = None  # estimate the acceptance of nodes, by which levels pay
 
     @property
     def uses_drafter(self) -> bool:
         """Whether the drafter drafts in this cycle."""
         return self.tree is not None
 
-    @property
-    def limits_nodes(self) -> bool:
-        """Whether the number of nodes depends on their scores."""
-        return self.choice.cost is not None
+    def nodes(self, scores: Sequence[Sequence[float]]) -> int:
+        """The number of nodes to verify.
+
+        Args:
+            scores: for each row, log acceptance probabilities in descending order, the root's first.
+        """
+        return max(1, min(self.most, max(map(len, scores))))
+
+
+@dataclass(frozen=True)
+class PricedPlan(Plan):
+    """The size of one cycle of `Auto`, decided while it is drafted.
+
+    Args:
+        pace: lambda.
+        missed: probability that the first copied tokens are rejected, so that the drafter's can be accepted.
+    """
+
+    choice: Auto
+    pace: float
+    missed: float
+
+    decided_by_scores: ClassVar[bool] = True
 
     @property
-    def limits_levels(self) -> bool:
-        """Whether the number of levels depends on their scores."""
-        return self.limits_nodes and self.choice.curves is not None
+    def curves(self) -> Curves | None:
+        return self.choice.curves
 
     @cached_property
     def _worth(self) -> LevelWorth:
@@ -166,17 +212,10 @@ class Plan:
 
     def nodes(self, scores: Sequence[Sequence[float]]) -> int:
         """The number of nodes to verify: at lambda, or at this cycle's own rate if that is higher. A cycle that is
-        better than the average is probably followed by others (a long copy), which offer the omitted nodes again.
-
-        Args:
-            scores: for each row, log acceptance probabilities in descending order, the root's first.
-        """
-        offered = max(map(len, scores))
-        if not self.limits_nodes:
-            return max(1, min(offered, NODES if self.choice.tree is None else self.choice.tree.total_tokens))
+        better than the average is probably followed by others (a long copy), which offer the omitted nodes again."""
         tokens = list(itertools.accumulate(
             sum(math.exp(row[number]) for row in scores if number < len(row)) / len(scores)
-            for number in range(min(offered, MOST_NODES))))
+            for number in range(super().nodes(scores))))
         pace = max(self.pace, *map(operator.truediv, tokens, self.choice.costs_by_nodes))
         surplus = [expected - pace * cost for expected, cost in zip(tokens, self.choice.costs_by_nodes, strict=False)]
         return 1 + surplus.index(max(surplus))
@@ -218,14 +257,14 @@ class Drafting:
         pause: shared with earlier requests; None: a new one.
     """
 
-    def __init__(self, choose: Choice | Callable[[Sequence], Choice], pause: Pause | None = None) -> None:
+    def __init__(self, choose: Fixed | Auto | Callable[[Sequence], Fixed | Auto], pause: Pause | None = None) -> None:
         self.choose = choose if callable(choose) else lambda requests: choose
-        self.choice, self.has_drafter = Choice(None) if callable(choose) else choose, True  # until `begin`
+        self.choice, self.has_drafter = Fixed() if callable(choose) else choose, True  # until `begin`
         self.pause = pause or Pause()
         # Tokens of a row so far, and their cost in cycles without drafting.
         self.gained, self.spent = PACE * PACE_WEIGHT, PACE_WEIGHT
         # Running means over cycles without copies: tokens that the draft adds, less the price of its nodes, and its
-        # levels. None: no such cycle yet, `Choice.outlook` holds.
+        # levels. None: no such cycle yet, `Auto.outlook` holds.
         self.outlook: tuple[float, float] | None = None
 
     def begin(self, requests: Sequence, *, has_drafter: bool) -> None:
@@ -242,10 +281,17 @@ class Drafting:
         """Continue with these requests."""
         self.choice = self.choose(requests)
 
-    def trees(self, requests: Sequence) -> list[TreeConfig]:
-        """The largest trees for the first one of these requests to all of them."""
-        choices = (self.choose(requests[:count]) for count in range(1, len(requests) + 1))
-        return [choice.tree for choice in choices if choice.tree is not None]
+    def room(self, requests: Sequence, copying: bool) -> tuple[int, int]:
+        """The most positions that a cycle of these requests, or of the first ones of them, takes in the target's cache
+        (its nodes) and in the drafter's (its levels) besides the text.
+
+        Args:
+            copying: whether copies may join the trees.
+        """
+        choices = [self.choose(requests[:count]) for count in range(1, len(requests) + 1)]
+        trees = [choice.tree for choice in choices if choice.tree is not None]
+        return (max((choice.most_nodes(copying) for choice in choices), default=1),
+                max((tree.drafted for tree in trees), default=0))
 
     @property
     def uses_drafter(self) -> bool:
@@ -264,8 +310,8 @@ class Drafting:
             copies: of each row, which the cycle verifies as well.
         """
         tree = self.choice.tree if self.has_drafter else None
-        if self.choice.cost is None:
-            return Plan(self.choice, tree)
+        if isinstance(self.choice, Fixed):
+            return self.choice.plan(tree)
         accepted = [max((math.exp(score) for score, parent in zip(row.scores, row.parents, strict=True) if parent < 0),
                         default=0.0) if row else 0.0 for row in copies]
         missed = 1 - sum(accepted) / len(accepted) if accepted else 1.0
@@ -276,7 +322,7 @@ class Drafting:
             gain, levels = self.outlook or self.choice.outlook(pace)
             if missed * gain < pace * self.choice.price_of_levels(levels):
                 tree = None
-        return Plan(self.choice, tree, pace, missed)
+        return self.choice.plan(tree, pace, missed)
 
     def learn(self, plan: Plan, nodes: int, levels: int, emitted: Sequence[int], *, copied: bool) -> None:
         """Record a cycle.
@@ -284,12 +330,12 @@ class Drafting:
         Args:
             nodes: verified. levels: drafted. emitted: number of tokens of each row. copied: whether there were copies.
         """
-        if self.choice.cost is None:
+        if not isinstance(plan, PricedPlan):
             return
-        tokens, cost = mean(emitted), self.choice.cost(nodes, levels)
+        tokens, cost = mean(emitted), plan.choice.cost(nodes, levels)
         self.gained, self.spent = self.gained + tokens, self.spent + cost
         if levels and not copied:
-            gain = tokens - 1 - plan.pace * (self.choice.cost(nodes, 1) - self.choice.cost(1, 1))
-            before = self.outlook or self.choice.outlook(plan.pace)
+            gain = tokens - 1 - plan.pace * (plan.choice.cost(nodes, 1) - plan.choice.cost(1, 1))
+            before = self.outlook or plan.choice.outlook(plan.pace)
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(tokens - cost)

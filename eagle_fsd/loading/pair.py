@@ -25,7 +25,7 @@ from ..decoding.timing import known_latency
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.language_model import DraftModel
-from ..drafting.sizing import Choice, Drafting, Pause, Sizing
+from ..drafting.sizing import Drafting, Fixed, Pause, Sizing
 from ..heads.eagle import DraftHead
 from ..models.check import remember_check
 from ..models.digest import weights_digest
@@ -204,12 +204,12 @@ class EagleModel:
         """The drafting policy of requests with these parameters: their own tree, else sizes chosen for speed, else the
         model's default tree."""
         if not params.speculative:
-            return Drafting(Choice(None))
+            return Drafting(Fixed())
         if params.tree is None and self.sizing is not None:
             # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
             pause = self.pauses[nearly_greedy(params.temperature)] if params.lossless else None
             return Drafting(lambda requests: self.sizing.of(len(requests), params.temperature), pause)
-        return Drafting(Choice(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
+        return Drafting(Fixed(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.
