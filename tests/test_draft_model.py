@@ -119,7 +119,7 @@ def test_what_cannot_draft_is_refused(pair, places, tmp_path):
         EagleModel.from_parts(target, "small")
     eagle_fsd.save_head(tiny_head(target), tmp_path / "head")
     for options, message in (({"draft_dtype": "bfloat16"}, "are for a causal LM as the drafter"),
-                             ({"draft_quantization": "int4"}, 'must be "int8", "int8-fast" or None'),
+                             ({"draft_quantization": "int4"}, 'must be one of int8, int8-fast, or None'),
                              ({"draft_quantization": "int8", "prepack": False}, "needs packed weights")):
         with pytest.raises(ValueError, match=message):
             eagle_fsd.load(places[0], tmp_path / "head", device="cpu", tree=None, **options)

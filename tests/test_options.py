@@ -196,7 +196,7 @@ def test_other_unknown_names_are_told_what_is_accepted(small):
     ({"tree": (16, 5, 4)}, ValueError, "tree must be"),
     ({"prepack": "yes"}, TypeError, "a bool"),
     ({"cuda_graphs": "yes"}, TypeError, "a bool"),
-    ({"quantization": "int4"}, ValueError, "must be \"int8\", \"int8-fast\" or None .*, got 'int4'"),
+    ({"quantization": "int4"}, ValueError, "must be one of int8, int8-fast, or None .*, got 'int4'"),
     ({"quantization": "int8", "prepack": False}, ValueError, "leave out prepack=False"),
     ({"quantization": "int8", "quantization_config": {}}, ValueError, "not both"),
 ], ids=str)

@@ -12,7 +12,16 @@ from tiny import PROMPT, save_pair, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.decoding.timing import ROW_TREE, ROWS, greedy_decoder, known_latency, measure, share_of, with_rows
+from eagle_fsd.decoding.timing import (
+    ROW_TREE,
+    ROWS,
+    greedy_decoder,
+    known_latency,
+    measure,
+    processor_name,
+    share_of,
+    with_rows,
+)
 from eagle_fsd.drafting import curves
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.copies import MOST_NODES
@@ -422,3 +431,11 @@ def test_too_few_cycles_are_refused(tmp_path, tune, monkeypatch):
     status, _, errors = tune()
     assert status == 2 and "are too few to fit curves to: give more prompts or longer answers" in errors
     assert not list(tmp_path.glob("cache/trees/*/curves.json"))
+
+
+def test_a_limit_to_the_instructions_is_part_of_the_processor(monkeypatch):
+    """A latency under one limit says nothing about another: int8 without AMX is twice as fast for a single row."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    plain = processor_name.__wrapped__()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert processor_name.__wrapped__() == f"{plain}, ONEDNN_MAX_CPU_ISA=AVX2"

@@ -19,7 +19,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from ..acceptance import RULE_CLASSES
 from ..drafting.config import TreeConfig, parse_tree
-from ..models import IMPLEMENTATIONS
+from ..models import IMPLEMENTATIONS, QUANTIZATIONS
 from ..options.generate import GenerateOptions
 from ..options.load import LoadOptions
 
@@ -72,6 +72,7 @@ Json = Annotated[object, PrimitiveConstructorSpec(
 OnUnlessFlagged = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 RuleName = Literal[tuple(RULE_CLASSES)]
 Implementation = Literal[tuple(IMPLEMENTATIONS)]
+Quantization = Literal[tuple(QUANTIZATIONS)]
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class Loading(LoadOptions):
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
     cuda_graphs: OnUnlessFlagged = True
-    quantization: Literal["int8", "int8-fast"] | None = None
+    quantization: Quantization | None = None
     draft_dtype: str | None = None
-    draft_quantization: Literal["int8", "int8-fast"] | None = None
+    draft_quantization: Quantization | None = None
 
     def load(self, tree: TreeConfig | None = None) -> EagleModel:
         """Load the pair; see `eagle_fsd.load`.

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -250,8 +251,10 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
 
 @functools.lru_cache(maxsize=1)
 def processor_name() -> str:
-    """The name of the processor, from the system."""
+    """The name of the processor, from the system, and the instructions that oneDNN is limited to, if any."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    name = next(names, platform.processor() or platform.machine())
+    return name if limit == "DEFAULT" else f"{name}, ONEDNN_MAX_CPU_ISA={limit}"

@@ -8,6 +8,7 @@ B batch, T tokens, D hidden size, F width of the target's features, V vocabulary
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from types import FunctionType
 
@@ -25,6 +26,8 @@ from ..models.linear import Joined, pack_linears
 from ..models.masks import additive
 from ..models.memory import MappedFiles
 from ..models.target import OutputRows, TargetModel
+
+log = logging.getLogger(__name__)
 
 
 class HeadRotary(LlamaRotaryEmbedding):
@@ -86,6 +89,37 @@ class DraftHead(nn.Module):
     def _structure(self) -> list[object]:
         parts = structure_of(nn.ModuleList([self.layers[0], self.rotary_emb]))[1:]
         return [part for part in parts if not isinstance(part, FunctionType)]  # which cannot always be pickled
+
+    def check_sizes(self, target: TargetModel) -> None:
+        """Raise ValueError unless hidden size and vocabulary are those of the target."""
+        for what, ours, theirs in (("hidden size", self.target_hidden_size, target.hidden_size),
+                                   ("vocabulary size", self.config.vocab_size, target.vocab_size)):
+            if ours != theirs:
+                raise ValueError(f"the draft head does not fit the target: its {what} is {ours}, the target's is "
+                                 f"{theirs}")
+
+    def fit(self, target: TargetModel, tokenizer: object = None) -> None:
+        """Draft for this target: move to its device and dtype, and make it return the features that the head reads.
+
+        Args:
+            tokenizer: the target's, which a head does not need.
+
+        Raises:
+            ValueError: hidden size, vocabulary or layers differ.
+        """
+        self.check_sizes(target)
+        target.layers = self.target_layers(len(target.decoder_layers))
+        if self.shares_embeddings:
+            if self.config.hidden_size != target.hidden_size:
+                raise ValueError("the draft head has no embeddings, and the target's are of size "
+                                 f"{target.hidden_size}, not {self.config.hidden_size}")
+            self.share_embeddings(target.embeddings_on(target.output_device))
+        self.to(device=target.output_device, dtype=target.dtype).eval()
+        if self.token_map is not None and not (self.output_rows and self.output_rows.copied_from(target.lm_head)):
+            self.output_rows = target.output_rows(self.token_map)
+            if self.output_rows is None:
+                log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not "
+                            "plain weights: the whole layer is computed", self.draft_vocab_size, target.vocab_size)
 
     def separate(self, target: TargetModel) -> DraftHead:
         """A head to be fitted to another target than this one. It shares the weights that are on the target's device in

@@ -27,7 +27,7 @@ from ..models.target import TargetModel
 from ..options.keywords import LoadKeywords, lists_options
 from ..options.load import LoadOptions
 from ..utils.locks import one_at_a_time
-from .pair import EagleModel, check_once, check_sizes
+from .pair import EagleModel, check_once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,7 +133,7 @@ def pack_early(
         convert_buffers(model, dtype)
     adapter, rows = TargetModel(model, fused=fused, check=False), None  # fused layers are packed together
     if head is not None:
-        check_sizes(head, adapter)
+        head.check_sizes(adapter)
         if head.token_map is not None:  # before packing: later the layer would have to be unpacked
             rows = head.output_rows = adapter.output_rows(head.token_map)
     adapter.pack(quantization, dtype)

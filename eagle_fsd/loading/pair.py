@@ -148,10 +148,8 @@ class EagleModel:
         Raises:
             ValueError: see `from_parts`.
         """
-        if isinstance(self.draft, DraftModel):
+        if self.draft is not None:
             self.draft.fit(self.target, self.tokenizer)
-        elif self.draft is not None:
-            fit_head(self.draft, self.target)
 
     def refresh(self) -> None:
         """Read both models again if their modules, forwards or hooks have changed since they were joined, so that
@@ -164,7 +162,7 @@ class EagleModel:
         if self.draft is not None:
             self.draft.refresh()
         if isinstance(self.draft, DraftHead):
-            check_sizes(self.draft, self.target)
+            self.draft.check_sizes(self.target)
 
     def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
@@ -268,37 +266,6 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     with suppress(OSError):  # it will be checked again
         path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason})))
-
-
-def check_sizes(draft: DraftHead, target: TargetModel) -> None:
-    """Raise ValueError unless hidden size and vocabulary of the head are those of the target."""
-    for what, ours, theirs in (("hidden size", draft.target_hidden_size, target.hidden_size),
-                               ("vocabulary size", draft.config.vocab_size, target.vocab_size)):
-        if ours != theirs:
-            raise ValueError(f"the draft head does not fit the target: its {what} is {ours}, the target's is {theirs}")
-
-
-def fit_head(draft: DraftHead, target: TargetModel) -> None:
-    """Move the head to the target, and make the target return the features that the head reads.
-
-    Raises:
-        ValueError: hidden size, vocabulary or layers differ.
-    """
-    check_sizes(draft, target)
-    target.layers = draft.target_layers(len(target.decoder_layers))
-    if draft.shares_embeddings:
-        if draft.config.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"the draft head has no embeddings, and the target's are of size {target.hidden_size}, not "
-                f"{draft.config.hidden_size}"
-            )
-        draft.share_embeddings(target.embeddings_on(target.output_device))
-    draft.to(device=target.output_device, dtype=target.dtype).eval()
-    if draft.token_map is not None and not (draft.output_rows and draft.output_rows.copied_from(target.lm_head)):
-        draft.output_rows = target.output_rows(draft.token_map)
-        if draft.output_rows is None:
-            log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not plain "
-                        "weights: the whole layer is computed", draft.draft_vocab_size, target.vocab_size)
 
 
 def weights_of(drafter: DraftHead | DraftModel) -> torch.nn.Module:

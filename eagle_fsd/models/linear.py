@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from . import QUANTIZATIONS
 from .hooks import is_hooked
 from .memory import MappedFiles
 
@@ -158,7 +159,7 @@ class Int8Fast(Int8):
 
 
 Form = Packed | Half | Int8
-QUANTIZATIONS = {"int8": Int8, "int8-fast": Int8Fast}
+CLASSES = dict(zip(QUANTIZATIONS, (Int8, Int8Fast), strict=True))
 WORKERS = 4  # packing threads; each copies a layer in float32
 
 
@@ -169,7 +170,7 @@ def choose_form(
 ) -> type[Form] | None:
     """The fastest form on this processor for a weight in `dtype` (default its own); None: not packed."""
     if quantization is not None:
-        return QUANTIZATIONS[quantization] if weight.is_floating_point() else None
+        return CLASSES[quantization] if weight.is_floating_point() else None
     if (dtype or weight.dtype) == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Packed
     return Half if has_half_kernels() and fits_half(weight) else None
@@ -445,12 +446,12 @@ def device_of(module: nn.Module) -> torch.device:
 def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
-    return next((form.NAME for form in QUANTIZATIONS.values() if form.NAME in names), max(names, default=None))
+    return next((form.NAME for form in CLASSES.values() if form.NAME in names), max(names, default=None))
 
 
 def form_name(quantization: str | None) -> str | None:
     """The `NAME` of a quantisation, for the keys of what is stored about it; None: there is none."""
-    return None if quantization is None else QUANTIZATIONS[quantization].NAME
+    return None if quantization is None else CLASSES[quantization].NAME
 
 
 def is_int8(module: nn.Module) -> bool:
@@ -461,7 +462,7 @@ def is_int8(module: nn.Module) -> bool:
 def check_quantization(form: object) -> None:
     """Raise ValueError unless the form is None, or one of int8 on a processor with the instructions for it."""
     if form is not None and form not in QUANTIZATIONS:
-        raise ValueError(f'quantization must be "int8", "int8-fast" or None, got {form!r}')
+        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None, got {form!r}")
     if form is not None and not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):
         raise ValueError(f'quantization="{form}" needs an x86 processor with VNNI instructions (AVX-512 VNNI or '
                          "AVX-VNNI) and torch with oneDNN; elsewhere omit it, or pass a quantization_config of "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafting.config import TreeConfig
-from ..models import IMPLEMENTATIONS
+from ..models import IMPLEMENTATIONS, QUANTIZATIONS
 from ..utils.checks import OptionError, check_placement, require_bool
 from .generate import Options
 
@@ -81,9 +81,9 @@ class LoadOptions(Options):
         require_bool("prepack", self.prepack)
         require_bool("cuda_graphs", self.cuda_graphs)
         for name in ("quantization", "draft_quantization"):
-            if getattr(self, name) not in (None, "int8", "int8-fast"):
-                raise OptionError(name, getattr(self, name), '"int8", "int8-fast" or None (quantization_config= takes '
-                                  "others)")
+            if getattr(self, name) not in (None, *QUANTIZATIONS):
+                raise OptionError(name, getattr(self, name), f"one of {', '.join(QUANTIZATIONS)}, or None "
+                                  "(quantization_config= takes others)")
         if self.quantization and self.quantization_config is not None:
             raise ValueError("pass quantization or quantization_config, not both")
         if (self.quantization or self.draft_quantization) and not self.prepack:
