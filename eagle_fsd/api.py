@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from .captured.cycle import weights_key
 from .decoding.decoder import Decoder, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
+from .drafting.drafter import weights_key
 from .drafting.tree import DraftTree
 from .inputs.prompts import encode_prompts
 from .inputs.requests import make_requests

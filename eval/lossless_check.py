@@ -47,6 +47,7 @@ from eval.command import option_record, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens at a position are pooled
 SIGNIFICANCE = 0.01
+CLOSE = 0.1  # nats between the two best tokens; among fewer tokens gaps have a constant density
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class LosslessArguments(QuestionOptions):
         ways: further ways to decode greedily: the tree (16, 5, 4), without copies from the text, in a session that has
             read half of the prompt.
         rows: with more than one, also answer as many questions in a batch.
+        ties: also count near-ties: how far apart the two best tokens of each position are, and how much their distance
+            differs between a tree and `model.generate`'s modules.
         max_new_tokens: most tokens in a greedy answer.
         temperature: temperature of the sampled answers.
         samples: sampled answers to each prompt; 0: none.
@@ -72,6 +75,7 @@ class LosslessArguments(QuestionOptions):
     tree: Tree = None
     ways: tuple[Literal["tree", "no-copies", "session"], ...] = ()
     rows: int = 1
+    ties: bool = False
     max_new_tokens: int = 128
     temperature: float = 1.0
     samples: int = 100
@@ -144,6 +148,30 @@ def check_greedy(
                     compare(f"batch of {rows}", *each, output.token_ids)
                 group = []
     return by_method, total
+
+
+@torch.inference_mode()
+def near_ties(model: EagleModel, stock: PreTrainedModel, chats: Sequence[list], new_tokens: int) -> dict:
+    """How often rounding could decide a greedy token: gaps between the logits of the two best tokens, and their changes
+    from our trees to a forward of the stock modules over the whole text."""
+    ours, theirs = [], []
+    for chat in Progress(chats, desc="near-ties", unit="prompt"):
+        output = generate(chat, model, max_new_tokens=new_tokens, top_logprobs=2, repetition_penalty=1.0)
+        prompt, best = encode_prompt(chat, model), [receipt.top for receipt in output.receipts]
+        ids = torch.tensor([[*prompt, *output.token_ids[:-1]]], device=model.target.device)
+        logits = stock(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+        tokens = torch.tensor([[token for token, _ in pair] for pair in best], device=logits.device)
+        theirs.append(-logits.gather(1, tokens).diff()[:, 0].cpu())
+        ours.append(torch.tensor([first - second for (_, first), (_, second) in best]))
+    gaps, changes = torch.cat(theirs), (torch.cat(ours) - torch.cat(theirs)).abs()
+    # A token changes where a gap is below its change, which is as often a gain: the density of gaps near 0, times the
+    # mean of the losses.
+    density = (gaps < CLOSE).double().mean() / CLOSE
+    below = {f"below {most:g}": int((gaps < most).sum()) for most in (0.1, 0.01, 1e-3, 1e-4)}
+    return {"tokens": len(gaps), "gaps": below,
+            "median change": changes.median().item(), "largest change": changes.max().item(),
+            "gaps within their change": int((gaps <= changes).sum()),
+            "expected other tokens in a million": 1e6 * (density * changes.double().mean() / 2).item()}
 
 
 def in_session(model: EagleModel) -> Method:
@@ -232,6 +260,9 @@ def run(args: LosslessArguments) -> int:
               "prompts": len(chats), "tokens": tokens,
               "identical": {name: len(chats) - len(found) for name, found in by_method.items()},
               "differences": {name: [asdict(each) for each in found] for name, found in by_method.items()}}
+    if args.ties:
+        record["near-ties"] = near_ties(model, stock, [chat for _, chat in chats], args.max_new_tokens)
+        print(f"near-ties: {record['near-ties']}")
     if args.samples:
         sampled = [chat for _, chat in chats[: args.sampled_prompts]]
         rows = check_sampling(model, sampled, stock, options[args.settings[0]], args.temperature, args.samples,

@@ -36,6 +36,15 @@ def test_exact_passes_and_its_samples_are_not_told_apart(place, capsys):
     assert record["identical"] == {"exact": 6} and len(record["sampling"]["tests"]) == 3
 
 
+def test_near_ties_are_counted(place):
+    """In float32 rounding moves the logits of a tiny model by far less than their gaps."""
+    assert check(place, "--samples", "0", "--ties") == 0
+    found = json.loads((place / "found.json").read_text())["near-ties"]
+    assert found["tokens"] == 6 * 12 and found["gaps within their change"] == 0
+    assert 0 < found["largest change"] < 1e-4 and found["expected other tokens in a million"] < 100
+    assert list(found["gaps"].values()) == sorted(found["gaps"].values(), reverse=True)
+
+
 def test_questions_of_two_files_with_the_same_ids_are_all_tried(place, tmp_path, capsys):
     (tmp_path / "more.jsonl").write_text((place / "prompts.jsonl").read_text().replace('"prompt": "', '"prompt": "h'))
     both = ("--questions", str(place / "prompts.jsonl"), str(tmp_path / "more.jsonl"))

@@ -31,12 +31,12 @@ from ..decoding.processing import TopP, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
+from ..drafting.drafter import weights_key
 from ..drafting.join import join_drafts
 from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
-from ..models.fused import version_of
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
@@ -415,15 +415,3 @@ def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
 def capacity_of(room: int) -> int:
     """The capacity of new caches, so that they serve later requests too."""
     return max(BUCKET, 1 << (room - 1).bit_length()) if room <= LARGE else -(-room // LARGE) * LARGE
-
-
-def weights_key(target: TargetModel, drafter: DraftHead | DraftModel | None) -> tuple:
-    """A key that changes with the weights and the structure of either model."""
-    tensors = [*target.model.parameters()]
-    if isinstance(drafter, DraftModel):
-        tensors += drafter.model.parameters()
-    elif drafter is not None:
-        tensors += [*drafter.parameters(), *drafter.buffers()]
-        tensors += [] if drafter.output_rows is None else [drafter.output_rows.layer.weight]
-    drafts = drafter.current if isinstance(drafter, DraftModel) else getattr(drafter, "fused", None)
-    return (target.layers, target.current, drafts, *map(version_of, tensors))

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..models.cache import BucketCache, TreeCache
+from ..models.target import TargetModel
 
 
 class Drafter(Protocol):
@@ -35,6 +36,9 @@ class Drafter(Protocol):
 
     def digest(self) -> str:
         """An identifier, independent of its dtype."""
+
+    def weights_key(self) -> tuple:
+        """See `models.causal_lm.CausalLM.weights_key`."""
 
     def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
         """An empty cache with room for `capacity` positions of each sequence."""
@@ -64,3 +68,8 @@ class Drafter(Protocol):
         output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
     ) -> Tensor:  # [..., R] float32
         """Logits of the tokens that it can name, on the device of the target's logits."""
+
+
+def weights_key(target: TargetModel, drafter: Drafter | None) -> tuple:
+    """A key that changes with the weights and the structure of either model."""
+    return (target.layers, target.weights_key(), None if drafter is None else drafter.weights_key())

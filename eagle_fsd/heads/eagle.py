@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from ..models.attention import GROUPED  # the module registers it with transformers
 from ..models.cache import BucketCache, TreeCache, cache_name
 from ..models.digest import weights_digest
-from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over
+from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over, version_of
 from ..models.hooks import structure_of
 from ..models.linear import Joined, pack_linears
 from ..models.masks import additive
@@ -198,6 +198,11 @@ class DraftHead(nn.Module):
     def digest(self) -> str:
         """An identifier of the head, independent of its dtype."""
         return weights_digest(self)
+
+    def weights_key(self) -> tuple:
+        """A key that changes with the weights and the structure."""
+        rows = [] if self.output_rows is None else [self.output_rows.layer.weight]
+        return (self.fused, *map(version_of, [*self.parameters(), *self.buffers(), *rows]))
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """The layers, of a target's `count`, whose input hidden states the head reads in addition to the last one."""

@@ -19,7 +19,7 @@ from .cache import BucketCache, TreeCache
 from .check import TreeCheck, check_config, remember_check, remembered_checks
 from .digest import weights_digest
 from .forward import Forward, computed_dtype, counts_positions, read_structure, text_config, vocab_size_of
-from .fused import FusedDecoder
+from .fused import FusedDecoder, version_of
 from .linear import device_of, is_int8, pack_linears
 from .memory import MappedFiles, copy_from_files
 
@@ -232,6 +232,10 @@ class CausalLM:
     def digest(self) -> str:
         """An identifier of the model, independent of its dtype: class, sizes and a sample of the weights."""
         return f"{type(self.model).__name__}/{self.hidden_size}/{self.vocab_size}/{weights_digest(self.model)}"
+
+    def weights_key(self) -> tuple:
+        """A key that changes with the weights and the structure."""
+        return (self.current, *map(version_of, self.model.parameters()))
 
     def position_limit(self, length: int) -> int | None:
         """The number of positions up to which a text of this length can grow; None: no limit.
