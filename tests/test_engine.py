@@ -304,6 +304,7 @@ def test_a_chosen_tree_is_that_for_the_rows_of_the_moment():
     with eagle_fsd.Engine(pair, tree=TREE) as engine:
         with pytest.raises(ValueError, match="tree of a fuzzy request must be the engine's, TreeConfig"):
             engine.submit(PROMPT, tree=own, **options)
+        assert engine.submit(PROMPT, tree=own, speculative=False, **options).result().stats.drafts == 0
 
 
 def blocked(engine):

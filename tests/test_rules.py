@@ -12,6 +12,7 @@ from tiny import PROMPT, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import RULES, GatingRule, make_rule
+from eagle_fsd.captured.cycle import with_some_threshold
 
 BOTH = pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
 DIVERGENCES = [{"divergence": name} for name in ("js", "kl", "reverse_kl", "tv", "js_fsd_code", "js_top3", "kl_top1")]
@@ -148,6 +149,15 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
     "typical": ([{}, {"head_guard": None}], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99], False),
     "relaxed": ([{}, {"top": 3}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], False),
 }
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_captured_cycle_serves_all_thresholds_above_0(name):
+    if name != "exact":
+        some = with_some_threshold(RULES[name]())
+        for greedy in (True, False):
+            assert {some.is_lossless(greedy)} == {
+                replace(some, threshold=threshold).is_lossless(greedy) for threshold in (1e-3, 0.3, 0.99)}
 
 
 @pytest.mark.parametrize("name", MONOTONE)

@@ -1,7 +1,6 @@
 """Faults of the server and options that it cannot serve with: what clients are told, and how its process ends."""
 
 import asyncio
-import functools
 import logging
 import socket
 import threading
@@ -19,7 +18,7 @@ from tiny import tiny_chat_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.cli.serve import check_packages, set_up_logging
+from eagle_fsd.cli.serve import check_packages
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.serve.answers import usage
 from eagle_fsd.serve.app import create_app
@@ -55,16 +54,6 @@ def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
     assert httpx.post(f"http://127.0.0.1:{place.getsockname()[1]}{CHAT}", json=BODY, timeout=60).status_code == 500
     thread.join(60)
     assert ended == [False] and "the engine has failed" in caplog.text
-
-
-def test_its_log_leaves_out_what_is_said_of_every_request(request, monkeypatch, capsys):
-    root = logging.getLogger()
-    request.addfinalizer(functools.partial(root.setLevel, root.level))
-    monkeypatch.setattr(root, "handlers", [])
-    set_up_logging()
-    for name in ("eagle_fsd.inputs.requests", "eagle_fsd.engine"):
-        logging.getLogger(name).warning("by %s", name)
-    assert [line.split("WARNING")[1] for line in capsys.readouterr().err.splitlines()] == [" by eagle_fsd.engine"]
 
 
 def test_until_then_it_tells_clients_to_go_elsewhere(monkeypatch):

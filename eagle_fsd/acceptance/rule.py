@@ -45,7 +45,8 @@ class Rule(ABC):
 
     @abstractmethod
     def is_lossless(self, greedy: bool) -> bool:
-        """Whether this threshold always draws the target's own token."""
+        """Whether this threshold always draws the target's own token. All thresholds above 0 give one answer, since a
+        captured cycle serves them all."""
 
     @abstractmethod
     def weigh(self, nodes: Nodes) -> Weights | TokenWeights:

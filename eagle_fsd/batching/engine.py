@@ -74,7 +74,7 @@ class Engine:
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model = model
         chosen = tree is None and model.sizing is not None
-        self.tree = None if chosen else model.check_tree(tree or fixed_tree(model))
+        self.tree = None if chosen else model.check_tree(tree or model.default_tree)
         self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         # If the target does not split prompts, its keys depend on the number of positions in a forward.
@@ -167,7 +167,7 @@ class Engine:
         tree = options.tree
         if tree is None:
             return
-        if self.tree is not None and tree != self.tree and not options.lossless:
+        if self.tree is not None and tree != self.tree and options.speculative and not options.lossless:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
         if not self._rows.holds(tree):
@@ -188,10 +188,3 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close(drain=error[0] is None)
-
-
-def fixed_tree(model: EagleModel) -> TreeConfig:
-    """The model's default tree, with no more children per node than its head has tokens."""
-    tree = model.default_tree
-    most = tree.top_k if model.draft is None else min(tree.top_k, model.draft.draft_vocab_size)
-    return replace(tree, top_k=most)

@@ -87,7 +87,8 @@ class EngineStats:
 
 
 class Rows:
-    """A batch of requests that changes between cycles. Only the engine's thread uses it.
+    """A batch of requests that changes between cycles. The engine's thread decodes. Others, which submit
+    requests, call only `share`, `require_room`, `holds` and `stats`, and enter requests into `live`.
 
     A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token.
 

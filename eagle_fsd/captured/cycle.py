@@ -17,17 +17,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
 from ..decoding.forwards import Forwards
-from ..decoding.processing import TopP, share_processors
+from ..decoding.processing import CAPTURABLE, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
@@ -43,8 +37,6 @@ from .capture import Pool
 from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
-CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)
-SOME_THRESHOLD = 0.5  # of a rule in a program, which reads the thresholds of the rows
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
 
@@ -383,7 +375,7 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     if any(type(rule) not in RULES.values() or row.greedy != first.greedy
            for rule, row in zip(rules, params, strict=True)):
         return None
-    own = {EXACT if rule == EXACT else replace(rule, threshold=SOME_THRESHOLD) for rule in rules}
+    own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
         return None
@@ -400,6 +392,11 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
     copying = plan.tree is not None and any(request.copying for request in requests)
     return Settings(plan.tree, copying, drafted, walk, weights)
+
+
+def with_some_threshold(rule: Rule) -> Rule:
+    """The rule of a program, which reads the thresholds of the rows. See `Rule.is_lossless`."""
+    return replace(rule, threshold=min(0.5, rule.threshold_limit[0] / 2))
 
 
 def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]

@@ -17,6 +17,7 @@ from ..drafting.join import log_prob_between
 from ..drafting.tree import DraftTree, ancestors_of
 
 SIZES = (64, 256)  # of M
+NO_COPIES = Copies([], [], [], [], [])
 
 
 def size_of(copies: Sequence[Copies | None]) -> int | None:
@@ -30,15 +31,11 @@ def packed(copies: Sequence[Copies | None], size: int) -> tuple[list[list[list[i
     parent, [R, M]; and the largest depth."""
     columns, log_probs, deepest = [], [], 0
     for row in copies:
-        tokens, parents, scores, matched = row[:4] if row else ([], [], [], [])
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        rest = [0] * (size - len(tokens))
-        origins = [1 if count else 2 for count in matched]
-        columns.append([[*column, *rest] for column in (tokens, parents, depths, origins)])
-        log_probs.append([log_prob_between(0.0 if parent < 0 else scores[parent], score)
-                          for parent, score in zip(parents, scores, strict=True)] + [0.0] * len(rest))
+        row = row or NO_COPIES
+        rest, depths = [0] * (size - len(row.tokens)), row.depths
+        columns.append([[*column, *rest] for column in (row.tokens, row.parents, depths, row.origins)])
+        log_probs.append([log_prob_between(0.0 if parent < 0 else row.scores[parent], score)
+                          for parent, score in zip(row.parents, row.scores, strict=True)] + [0.0] * len(rest))
         deepest = max([deepest, *depths])
     return columns, log_probs, deepest
 

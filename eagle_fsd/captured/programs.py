@@ -24,7 +24,7 @@ from ..acceptance.walk import Within, cut_of, descend, emitted
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import grow, rerank
-from ..drafting.noise import gumbel_noise
+from ..drafting.noise import gumbel_noise, position_after
 from ..drafting.tree import DraftTree
 from ..models.attention import tree_attention
 from ..models.cache import BucketCache
@@ -194,7 +194,7 @@ class VerifiedBuffers:
     def noise(self, depth: int) -> Tensor | None:
         if self.greedy:
             return None
-        return gumbel_noise(self.seeds, self.lengths[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+        return gumbel_noise(self.seeds, position_after(self.lengths[:, None], depth), self.raw.shape[-1])[:, 0]
 
 
 def walk_and_keep(

@@ -48,7 +48,7 @@ class ServeCommand:
         check_packages(self.serving.page)
         from ..serve.server import reserve, serve
 
-        set_up_logging()
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         name = self.serving.name or served_name(self.pair.target)
         if key is None and self.serving.host not in ("127.0.0.1", "localhost", "::1"):
             logging.warning("anyone who can reach %s can use the model: set %s to require a key", self.serving.host,
@@ -64,13 +64,6 @@ class ServeCommand:
         if not serve(model, name, listener, self.serving, defaults, defaults.pop("tree"), key,
                      [self.pair.target or DEFAULT]):
             sys.exit(1)
-
-
-def set_up_logging() -> None:
-    """Log to stderr, without warnings about decoding options, which would repeat for every request."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name != "eagle_fsd.inputs.requests")
-    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 
 def check_packages(page: bool) -> None:

@@ -37,7 +37,7 @@ from transformers.generation.logits_process import (
 from ..acceptance import Rule
 from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
-from ..drafting.noise import gumbel_noise
+from ..drafting.noise import gumbel_noise, position_after
 from ..drafting.tree import DraftTree
 from ..options.generate import FOLLOWED, GenerateOptions
 from ..utils.checks import check_functions
@@ -88,6 +88,8 @@ WARPERS = (
     TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
     EpsilonLogitsWarper, EtaLogitsWarper,
 )
+# Those that captured cycles apply to both.
+CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)
 # Processors whose result does not depend on earlier tokens: one call serves all rows.
 CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
 # Processors with a state, which expect one call per token in the order of the text.
@@ -236,7 +238,7 @@ class VerifiedRequests:
         if self.greedy:
             return None
         seeds, positions = self._seeds_and_positions
-        return gumbel_noise(seeds, positions[:, None] + depth + 1, self.raw.shape[-1])[:, 0]
+        return gumbel_noise(seeds, position_after(positions[:, None], depth), self.raw.shape[-1])[:, 0]
 
     def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
         """Processed logits [B, V], with the path of each row as context."""

@@ -119,6 +119,19 @@ class Copies(NamedTuple):
     matched: list[int]  # number of matched tokens before each; 0: a grammar forces the token
     ranks: list[int]  # among siblings
 
+    @property
+    def depths(self) -> list[int]:
+        """Of each, below the root, whose depth is 0."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def origins(self) -> list[int]:
+        """Of each, an index into `tree.ORIGINS`."""
+        return [1 if matched else 2 for matched in self.matched]
+
 
 def forced_copies(tokens: Sequence[int]) -> Copies:
     """A chain that a grammar forces, except for its last token, which is a guess."""

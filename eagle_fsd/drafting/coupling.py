@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from .copies import Copies
-from .noise import gumbel_at, gumbel_noise
+from .noise import gumbel_at, gumbel_noise, position_after
 
 TOGETHER = 4  # depths whose noise is computed in one call, which takes half the time of one call per depth
 NOISE_WEIGHT = 0.7  # w: the best are 0.8 for SmolLM2's head, 0.5 for Qwen2.5-Coder's (docs/results/sampling.md)
@@ -57,8 +57,9 @@ class Coupling:
 
     def _noise(self, depth: int) -> Tensor:  # [B, 1, R]
         if depth not in self.known:
-            ahead = torch.arange(depth + 1, depth + 1 + TOGETHER, device=self.lengths.device)
-            noise = gumbel_noise(self.seeds, self.lengths[:, None] + ahead, self.tokens)  # [B, TOGETHER, R]
+            depths = torch.arange(depth, depth + TOGETHER, device=self.lengths.device)
+            positions = position_after(self.lengths[:, None], depths)
+            noise = gumbel_noise(self.seeds, positions, self.tokens)  # [B, TOGETHER, R]
             self.known.update(enumerate((noise * self.weights[:, None, None]).split(1, 1), depth))
         return self.known[depth]
 
@@ -90,10 +91,8 @@ def couple_copies(copies: Copies, seed: int, length: int) -> Copies:
     Args:
         length: L, the position of the root.
     """
-    depths: list[int] = []
-    for parent in copies.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    noise = gumbel_at(seed, length + torch.tensor(depths), torch.tensor(copies.tokens)).tolist()
+    positions = position_after(length, torch.tensor(copies.depths) - 1)
+    noise = gumbel_at(seed, positions, torch.tensor(copies.tokens)).tolist()
     scores: list[float] = []
     for copy, (parent, score, matched) in enumerate(zip(copies.parents, copies.scores, copies.matched, strict=True)):
         above, now = (0.0, 0.0) if parent < 0 else (copies.scores[parent], scores[parent])

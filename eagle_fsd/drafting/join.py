@@ -32,14 +32,15 @@ class JoinedRow:
         places = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True)) if node}
         log_probs = [log_prob_between(scores[parent], score) for score, parent in zip(scores, parents, strict=True)]
         numbers, above = {-1: 0}, {-1: 0.0}  # by copy: its node, and its score
-        for copy, (token, parent, score, matched) in enumerate(zip(*(copies or [[]] * 4)[:4], strict=True)):
+        columns = (copies.tokens, copies.parents, copies.scores, copies.origins) if copies else ()
+        for copy, (token, parent, score, origin) in enumerate(zip(*columns, strict=True)):
             log_prob, node = log_prob_between(above[parent], score), places.get((numbers[parent], token))
             if node is not None:
                 log_probs[node] = max(log_probs[node], log_prob)
             else:
                 node = len(self.tokens)
                 for column, value in zip((self.tokens, self.parents, self.draft_rows, self.origins, log_probs),
-                                         (token, numbers[parent], -1, 1 if matched else 2, log_prob), strict=True):
+                                         (token, numbers[parent], -1, origin, log_prob), strict=True):
                     column.append(value)
             numbers[copy], above[copy] = node, score
         self.scores, self.depths = [0.0], [0]

@@ -49,6 +49,15 @@ def gumbel_noise(
     return _gumbel(_keys(seeds[:, None], positions)[..., None], tokens)
 
 
+def position_after(root: Tensor | int, depth: Tensor | int) -> Tensor | int:
+    """The absolute position of the token that follows a node of this depth, by which its noise is drawn.
+
+    Args:
+        root: position of the tree's root, of depth 0.
+    """
+    return root + depth + 1
+
+
 def gumbel_at(
     seed: int,
     positions: Tensor,  # [M] int64

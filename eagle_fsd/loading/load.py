@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..drafting.config import GPU_TREE, TreeConfig
+from ..drafting.config import TreeConfig
 from ..drafting.curves import read_curves
 from ..drafting.language_model import DraftModel
 from ..heads.catalogue import display_name, find_pair
@@ -91,11 +90,8 @@ def load(
         pair.prepack(asked.quantization, asked.draft_quantization)
     if isinstance(asked.tree, TreeConfig):
         pair.tree = asked.tree
-    elif asked.tree == "auto":
-        if pair.target.output_device.type == "cpu":
-            pair.size_cycles(curves)
-        elif drafter is not None:
-            pair.tree = replace(GPU_TREE, top_k=min(GPU_TREE.top_k, drafter.draft_vocab_size))
+    elif asked.tree == "auto" and pair.target.output_device.type == "cpu":
+        pair.size_cycles(curves)
     return pair
 
 

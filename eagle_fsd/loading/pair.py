@@ -9,7 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -116,7 +116,7 @@ class EagleModel:
         Args:
             draft: a `DraftModel` has its own tokenizer, which is compared with the target's.
             fused: use `FusedDecoder` for causal LMs if it computes the same. It shares their weights.
-            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes the causal LMs.
+            cuda_graphs: on CUDA, replay cycles from CUDA graphs where the fused decoder computes target and drafter.
 
         Raises:
             TypeError: a part of the wrong type.
@@ -242,10 +242,12 @@ class EagleModel:
 
     @property
     def default_tree(self) -> TreeConfig:
-        """The tree of requests without one, if `sizing` does not choose it: `self.tree`, else one for the device."""
+        """The tree of requests without one, if `sizing` does not choose it: `self.tree`, else one for the device, with
+        no more children per node than the drafter has tokens."""
         if self.tree is not None:
             return self.tree
-        return GPU_TREE if self.target.device.type == "cuda" else CPU_TREE
+        tree = CPU_TREE if self.target.output_device.type == "cpu" else GPU_TREE
+        return tree if self.draft is None else replace(tree, top_k=min(tree.top_k, self.draft.draft_vocab_size))
 
 
 def check_once(target: PreTrainedModel, *, fused: bool) -> None:

@@ -44,8 +44,8 @@ class LoadOptions(Options):
         prepack: on a CPU, replace the weights by weights in the layout of its kernels: same results, faster. On x86,
             weights stored in 16 bits become blocks of float16, computed in float32; with dtype="bfloat16", blocks of
             bfloat16 if the processor multiplies it.
-        cuda_graphs: on a GPU, replay cycles from CUDA graphs where the fused decoder computes the target, and the
-            drafter if that is a causal LM: the same results, faster. A shape is captured when it first occurs, which
+        cuda_graphs: on a GPU, replay cycles from CUDA graphs where the fused decoder computes the target and the
+            drafter: the same results, faster. A shape is captured when it first occurs, which
             takes some 0.1 s; where it takes more than 2 s, a progress bar shows.
         quantization: "int8": weights and activations in int8, on a CPU with VNNI instructions. Weights take half the
             memory, and the text is that of the quantised model: the same with and without drafts, alone and in a batch.

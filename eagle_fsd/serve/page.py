@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 PATH = "/page"
 Slot = Callable[[], AbstractAsyncContextManager]  # takes a place for a request in progress
 REFRESH = 0.1  # seconds between updates while an answer is generated
-DEFAULT_GUARD = 0.7
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
 CONVERSATIONS = 256  # kept at once, some hundred KB each; the one that was used least recently is dropped
 LONGEST = 1024  # upper end of the length slider in tokens, unless the server's own limit is larger
@@ -200,10 +199,12 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     length = int(defaults.get("max_new_tokens", LONGEST))
     limit, included = RULES[name].threshold_limit
     end = max(0.01, min(RULES[name].threshold_scale, limit if included else limit - 0.01), threshold)
-    guard, own = defaults.get("head_guard", "default"), rule_fields(defaults)
+    own = rule_fields(defaults)
+    guard = defaults.get("head_guard", "default")
+    guard = getattr(RULES[name], "head_guard", None) if guard == "default" else guard
     return {
         "threshold": {"value": threshold, "maximum": end, "step": 0.01, "visible": "threshold" in own},
-        "guard": {"value": {"default": DEFAULT_GUARD, None: 1.0}.get(guard, guard), "maximum": 1, "step": 0.05,
+        "guard": {"value": 1.0 if guard is None else guard, "maximum": 1, "step": 0.05,
                   "visible": "head_guard" in own},
         "temperature": {"value": temperature, "maximum": max(1.5, temperature), "step": 0.05},
         "length": {"value": length, "maximum": max(LONGEST, length), "step": 1},
