@@ -164,7 +164,7 @@ class Rows:
 
     def require_room(self, request: Request) -> None:
         """Raise ValueError if the request can never fit."""
-        needed, most = positions_of(request), self.positions - self.nodes
+        needed, most = request.positions, self.positions - self.nodes
         if needed > most:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens="
                              f"{request.params.max_new_tokens} need {needed} positions, but the engine has room for "
@@ -186,7 +186,7 @@ class Rows:
 
     def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
         """Rows and positions of caches for the whole texts of these requests; None: they do not fit."""
-        needed, rows = max(map(positions_of, requests)) + self.nodes, len(requests)
+        needed, rows = max(request.positions for request in requests) + self.nodes, len(requests)
         if rows > self.most or rows * needed > self.positions:
             return None
         room = min(-(-needed // STEP) * STEP, self.positions // rows)
@@ -354,11 +354,6 @@ def release_frames(error: BaseException | None) -> None:
         error.add_note("In the engine's thread:\n" + "".join(traceback.format_exception(error)))
     while error is not None:
         error.__traceback__, error = None, error.__context__
-
-
-def positions_of(request: Request) -> int:
-    """Positions of a request's whole text."""
-    return len(request.prompt) + request.params.max_new_tokens
 
 
 @torch.inference_mode()

@@ -60,7 +60,7 @@ class Decoder:
         """`Forwards` with room for the longest text and the largest tree."""
         copying = any(request.copying for request in self.requests)
         nodes, levels = self.drafting.room(self.requests, copying)
-        texts = (len(request.prompt) + request.params.max_new_tokens for request in self.requests)
+        texts = (request.positions for request in self.requests)
         room, count = max(texts, default=0) + nodes, len(self.requests)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:

@@ -131,10 +131,9 @@ class Forwards:
         """
         unread = [len(self.unread(number, request)) if self.has_positions(request, config.depth) else 1
                   for number, request in enumerate(requests)]
-        path = min(config.depth, config.nodes - 1)
-        if max(unread) - min(unread) > path:
+        if max(unread) - min(unread) > config.path:
             for number, count in enumerate(unread):
-                if count > path + 1:
+                if count > config.path + 1:
                     self.prefill_draft(number, requests[number])
 
     def verify(self, tree: DraftTree) -> Tensor:

@@ -119,6 +119,11 @@ class Request:
         if params.budget == 0 and not params.lossless:
             self._close("budget", 0)
 
+    @property
+    def positions(self) -> int:
+        """Of the longest text that it can become."""
+        return len(self.prompt) + self.params.max_new_tokens
+
     def begin(self, target: TargetModel) -> None:
         """Start the clock and allocate, right before the prefill."""
         self._started = time.perf_counter()

@@ -51,6 +51,11 @@ class TreeConfig:
         return self.total_tokens if copying else self.nodes
 
     @property
+    def path(self) -> int:
+        """Draft tokens on the longest path."""
+        return min(self.depth, self.nodes - 1)
+
+    @property
     def drafted(self) -> int:
         """Positions in the drafter's cache that the levels of a cycle take, at most."""
         return self.depth * self.top_k
