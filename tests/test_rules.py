@@ -151,13 +151,12 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_captured_cycle_serves_all_thresholds_above_0(name):
-    if name != "exact":
-        some = with_some_threshold(RULES[name]())
-        for greedy in (True, False):
-            assert {some.is_lossless(greedy)} == {
-                replace(some, threshold=threshold).is_lossless(greedy) for threshold in (1e-3, 0.3, 0.99)}
+@BOTH
+@pytest.mark.parametrize("name", [name for name in RULES if name != "exact"])
+def test_a_captured_cycle_serves_all_thresholds_above_0(name, greedy):
+    some = with_some_threshold(RULES[name]())
+    assert {some.is_lossless(greedy)} == {
+        replace(some, threshold=threshold).is_lossless(greedy) for threshold in (1e-3, 0.3, 0.99)}
 
 
 @pytest.mark.parametrize("name", MONOTONE)
