@@ -15,12 +15,12 @@ from transformers import CONFIG_MAPPING, GPTJForCausalLM
 
 import eagle_fsd
 from eagle_fsd.captured.cycle import CapturedCycles
-from eagle_fsd.captured.programs import flash_works
 from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models import GROUPED, SPLIT
 from eagle_fsd.models import flash as flash_module
 from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention, tree_attention
 from eagle_fsd.models.flash import find_flash
+from eagle_fsd.models.fused import flash_works
 from eagle_fsd.models.masks import MaskedLayers
 from eagle_fsd.models.target import TargetModel
 
@@ -48,19 +48,18 @@ def layers_of(way):
 def options_of(name, prefix, lengths, way=None, dtype=torch.float32):
     """Mask and further keywords of the drawn tree, after so many tokens of each row."""
     layers, kind = layers_of(way or {})
-    visible = None if min(lengths) == prefix else torch.arange(prefix) < torch.tensor(lengths)[:, None]
-    ancestors = ANCESTORS.expand(len(lengths), -1, -1)
-    options = layers.forward_options(name, ancestors, prefix, dtype, visible)
+    start = prefix if min(lengths) == prefix else torch.tensor(lengths)
+    options = layers.forward_options(name, ANCESTORS.expand(len(lengths), -1, -1), start, prefix + NODES, dtype)
     return options.pop("attention_mask")[kind], options
 
 
 def seen_by(prefix, lengths, window=None, chunk=None):
-    """[B, N, L + N] bool: what each node sees, from first principles; row b sees lengths[b] of the prefix."""
+    """[B, N, L + N] bool: what each node sees, from first principles; row b has lengths[b] keys, then the tree's."""
     grid = torch.zeros(len(lengths), NODES, prefix + NODES, dtype=torch.bool)
     for row, length in enumerate(lengths):
         for node in range(NODES):
             at = length + DEPTHS[0, node].item()
-            places = [j if j < length else None for j in range(prefix)]
+            places = list(range(length))
             places += [length + DEPTHS[0, m].item() if ANCESTORS[0, node, m] else None for m in range(NODES)]
             for key, place in enumerate(places):
                 seen = place is not None and (window is None or at - place < window)
@@ -174,7 +173,7 @@ def test_masks_of_a_window_drawn():
     drawn = [[0, 0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 0, 1, 0],
              [0, 0, 0, 0, 1, 1, 0, 1, 1]]
     for name in ("sdpa", SPLIT):
-        options = layers.forward_options(name, ancestors, 5, torch.float32)
+        options = layers.forward_options(name, ancestors, 5, 9, torch.float32)
         masks = options["attention_mask"]
         assert (masks["sliding_attention"][0, 0] == 0).equal(torch.tensor(drawn).bool())
         assert (masks["full_attention"][0, 0, :, -4:] == 0).equal(ancestors[0])
@@ -232,7 +231,7 @@ def test_flash_takes_the_prefix_and_the_prefill(options, install):
         seen = torch.ones(1, nodes, keys).tril(keys - nodes).bool()
         found = call(split_attention, query, key, value, None, **own)
         assert_close(found, slow_attention(query, key, value, seen, *own.values()))
-    assert package.calls == [(False, None, 20), (False, [20, 7], 20), (False, None, 5), (True, None, NODES)]
+    assert package.calls == [(False, None, 20), (False, [20, 7], 20 + NODES), (False, None, 5), (True, None, NODES)]
     mask, _ = options_of(SPLIT, 20, [20], dtype=torch.bfloat16)
     for sizes in ({"size": 12}, {"width": 16}, {"size": 264}, {"dtype": torch.float32}):
         with pytest.raises(ValueError, match="no installed flash-attn supports"):
@@ -273,13 +272,12 @@ def test_version_4_is_called_by_its_own_names(capability, splits, install):
 def test_flash_of_texts_whose_lengths_are_a_tensor(install):
     """In a bucket of 40 slots: the tree's keys are after those of each row's text, and stale ones are large."""
     package = install(8, "flash_attn")["flash_attn"]
-    lengths, rows = torch.tensor([20, 7]), torch.arange(2)[:, None]
+    lengths = torch.tensor([20, 7])
     query, key, value = states(20 + NODES, batch=2, dtype=torch.bfloat16)
     bucket = torch.full((2, *key.shape[:2], 40, key.shape[3]), 1e4, dtype=torch.bfloat16)
     for place, part in zip(bucket, (key, value), strict=True):
         for row, length in enumerate(lengths):
-            place[row, :, :length] = part[row, :, :length]
-        place[rows, :, lengths[:, None] + torch.arange(NODES)] = part[:, :, 20:].transpose(1, 2)
+            place[row, :, : length + NODES] = part[row, :, : length + NODES]
     attend = tree_attention(lengths, ANCESTORS.expand(2, -1, -1), torch.bfloat16)
     found = attend(query.transpose(1, 2), *bucket, 0.5).unflatten(2, (query.shape[1], -1))
     assert_close(found, slow_attention(query, key, value, seen_by(20, lengths.tolist()), 0.5))

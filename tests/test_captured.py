@@ -210,7 +210,7 @@ def test_flash_attn_that_fails_is_not_used(monkeypatch, caplog):
     def broken(*tensors, **options):
         raise RuntimeError("no kernel image is available")
 
-    for module in ("captured.programs", "models.attention"):
+    for module in ("models.fused", "models.attention"):
         monkeypatch.setattr(f"eagle_fsd.{module}.flash_for", lambda query, value: broken)
     programs.flash_works.cache_clear()
     both(tiny_pair(), PROMPTS, max_new_tokens=8)

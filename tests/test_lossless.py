@@ -232,7 +232,7 @@ def assert_nodes_are_verified_like_their_paths(model):
             tokens = context + [TOKENS[node] for node in path]
             expected = model(torch.tensor([tokens]), use_cache=False).logits[0, -len(path) :]
             torch.testing.assert_close(logits[0, path], expected, rtol=1e-4, atol=1e-4)
-        cache.commit([len(context)], [[len(context) + node for node in kept]])
+        cache.commit([len(context)], [kept])
         context += [TOKENS[node] for node in kept]
         assert cache.length == len(context)
 

@@ -354,10 +354,10 @@ class CapturedCycles:
         """Read the table [R, P, 9], and set the lengths of the caches."""
         walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
-        forwards.cache.commit(lengths, [range(*ends) for ends in zip(lengths, ends, strict=True)])
+        forwards.cache.lengths = ends
         drafted = [length + buffers.lead for length in lengths] if read else []
         if forwards.draft_cache is not None:
-            forwards.draft_cache.commit(read, [range(*ends) for ends in zip(read, drafted, strict=True)])
+            forwards.draft_cache.lengths = drafted
         if buffers.reads_features:  # the next cycle overwrites those in the buffer
             features = buffers.fed_features[:, : max(map(len, walks))].clone()
             forwards.unread_features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]

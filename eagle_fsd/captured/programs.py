@@ -9,7 +9,6 @@ a bucket, V vocabulary of the target, D size of the drafter's states.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -26,17 +25,12 @@ from ..drafting.drafter import Drafter
 from ..drafting.growth import grow, rerank
 from ..drafting.noise import gumbel_noise, position_after
 from ..drafting.tree import DraftTree
-from ..models.attention import tree_attention
 from ..models.cache import BucketCache
-from ..models.flash import flash_for
-from ..models.fused import attention_over
-from ..models.masks import additive
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
 from .join import join
 
 log = logging.getLogger(__name__)
-FLASH_CHECKED = 4, 8192  # tokens before the trees on which flash-attn is compared
 
 
 @dataclass(frozen=True)
@@ -72,27 +66,6 @@ class WalkSettings:
     joined: bool
 
 
-class LevelSlots:
-    """`LevelKeys` in the slots after each row's text.
-
-    Args:
-        base: [R] long, positions of the text. k: nodes of a level. bucket: M.
-    """
-
-    def __init__(self, base: Tensor, k: int, bucket: int) -> None:
-        self.columns = torch.arange(bucket, device=base.device)
-        self.own = base[:, None] + torch.arange(k, device=base.device)  # [R, K], the level's slots
-        self.positions = base[:, None].expand(-1, k)
-        self.visible = (self.columns < base[:, None])[:, None] | self._itself()  # [R, K, M]
-
-    def _itself(self) -> Tensor:
-        return self.columns == self.own[..., None]
-
-    def descend(self, parents: Tensor) -> None:
-        self.positions, self.own = self.positions + 1, self.own + self.own.shape[1]
-        self.visible = self.visible.gather(1, parents[..., None].expand_as(self.visible)) | self._itself()
-
-
 def draft(
     buffers: Buffers, target: TargetModel, drafter: Drafter, settings: DraftSettings, warpers: LogitsProcessorList,
     bucket: int, unread: int,
@@ -101,9 +74,8 @@ def draft(
     tokens, read = buffers.fed_tokens[:, :unread], buffers.draft_lengths
     cache = BucketCache(buffers.draft_storage, read, bucket)
     positions = read[:, None] + torch.arange(unread, device=read.device)  # [R, T]
-    visible = torch.arange(bucket, device=read.device) <= positions[..., None]  # [R, T, M]
     features = drafter.read(buffers.fed_features[:, :unread]) if buffers.reads_features else None
-    states = drafter.predict(features, tokens, positions, visible, cache)
+    states = drafter.predict(features, tokens, positions, None, cache)
     last = buffers.counts[:, None] - 1
     root, state = tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
     cache.start = base = read + buffers.counts
@@ -113,8 +85,7 @@ def draft(
         coupling = Coupling(
             buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * len(base), named)
     config = buffers.config
-    scored, depth, logits = grow(
-        drafter, target, state, root, LevelSlots(base, config.top_k, bucket), cache, config, coupling)
+    scored, depth, logits = grow(drafter, target, state, root, base, cache, config, coupling)
     store_tree(buffers.tree, rerank(*scored, depth, config))
     if buffers.wide:
         store_tree(buffers.wide_tree, rerank(*scored, depth, config, buffers.wide))
@@ -132,46 +103,12 @@ def join_copies(buffers: Buffers, size: int, path: int) -> None:
     buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
 
 
-@functools.cache
-def flash_works(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether flash-attn is installed and computes the attention of a tree of two nodes after a short and a long text,
-    for which its kernels differ."""
-    def waves(*shape: int) -> Tensor:  # neighbours differ, so that a wrong key or weight shows
-        return torch.arange(math.prod(shape), device=device).float().sin().to(dtype).view(shape)
-
-    def agrees(text: int) -> bool:
-        keys, lengths = waves(1, key_heads, text + 4, size), torch.full((1,), text, dtype=torch.long, device=device)
-        visible = torch.cat([ancestors.new_ones(1, 2, text), ancestors, ancestors.new_zeros(1, 2, 2)], -1)
-        masked = attention_over(additive(visible, dtype), False, heads // key_heads)(sample, keys, keys, size**-0.5)
-        out = tree_attention(lengths, ancestors, dtype)(sample, keys, keys, size**-0.5)
-        return bool(((out - masked).abs().max() <= 0.05 * masked.abs().max()).item())
-
-    sample, ancestors = waves(1, 2, heads, size), torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
-    if flash_for(sample, sample) is None:
-        return False
-    try:
-        works = all(map(agrees, FLASH_CHECKED))
-    except Exception as error:  # a kernel can raise any exception
-        works = False
-        log.warning("flash-attn fails: %r", error)
-    if not works:
-        log.warning("flash-attn is installed but does not compute the attention of a tree here: PyTorch's is used")
-    return works
-
-
 def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> None:
     """The target's features of the trees; keys and values go to the slots after each row's text."""
-    fused, tree = target.fused, first_nodes(buffers.tree, nodes, 0, joined=False)
-    first, like = fused.layers[0], fused.decoder.embed_tokens.weight
-    lengths = buffers.lengths[:, None]
+    tree = first_nodes(buffers.tree, nodes, 0, joined=False)
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
-    if flash_works(first.heads, first.key_heads, first.size, like.dtype, like.device):
-        attend = tree_attention(buffers.lengths, tree.ancestors, like.dtype)
-    else:
-        after = (torch.arange(bucket, device=lengths.device) - lengths)[:, None].expand(-1, nodes, -1)  # [R, N, M]
-        visible = (after < nodes) & tree.ancestors.gather(2, after.clamp(0, nodes - 1)) | (after < 0)
-        attend = fused.attention(visible)
-    buffers.features[:, :nodes].copy_(target.compute(tree.tokens, tree.depths + lengths, attend, cache))
+    features = target.verify(tree.tokens, tree.depths + buffers.lengths[:, None], tree.ancestors, cache)
+    buffers.features[:, :nodes].copy_(features)
 
 
 @dataclass

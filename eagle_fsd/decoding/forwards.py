@@ -41,8 +41,6 @@ class Forwards:
         self.reads_features = drafter is not None and drafter.reads_features
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
         self.unread_features: list[list[Tensor]] = [[] for _ in cache.lengths]
-        self.root_slot = 0  # slot of the root's keys in the last verify
-        self.draft_slot = 0  # slot in the drafter's cache of the first node that the last draft expanded after the root
 
     @property
     def lengths(self) -> list[int]:
@@ -107,11 +105,10 @@ class Forwards:
                                device=self.device) for number, request in enumerate(requests)]
         tree, logits = draft_tree(
             self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
-        self.draft_slot = self.draft_cache.length
         self.unread_features = [[] for _ in requests]
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             lengths = [(read if number in ended else self.draft_cache.lengths)[number] for number in range(len(read))]
-            self.draft_cache.commit(lengths, [()] * len(lengths))
+            self.draft_cache.lengths = lengths
             tree = tree.without_drafts(ended)
         return tree, logits
 
@@ -138,7 +135,6 @@ class Forwards:
 
     def verify(self, tree: DraftTree) -> Tensor:
         """The target's features [B, N, F] of the nodes."""
-        self.root_slot = self.cache.length
         positions = tree.depths + torch.tensor(self.lengths, device=self.device)[:, None]
         return self.target.verify(tree.tokens, positions, tree.ancestors, self.cache)
 
@@ -152,16 +148,16 @@ class Forwards:
     ) -> None:
         """Keep the keys, values and features of the accepted nodes; a causal LM as the drafter keeps its own keys and
         values of those that it expanded."""
-        self.cache.commit(lengths, [[self.root_slot + node for node in path] for path in paths])
+        self.cache.commit(lengths, paths)
         if self.reads_features:
             for number, path in enumerate(paths):
                 self.unread_features[number].append(features[number, path])
         elif width:
-            slots = []
+            kept = []
             for rows, path in zip(tree.draft_rows.tolist(), paths, strict=True):
                 expanded = takewhile(lambda row: row >= 0, [rows[node] for node in path[1:]])
-                slots.append([self.draft_slot + level * width + row for level, row in enumerate(expanded)])
-            self.draft_cache.commit(self.draft_cache.lengths, slots)
+                kept.append([level * width + row for level, row in enumerate(expanded)])
+            self.draft_cache.commit(self.draft_cache.lengths, kept)
 
     @property
     def caches(self) -> list[TreeCache]:

@@ -54,10 +54,10 @@ class Drafter(Protocol):
         states: Tensor | None,  # [B, N, D], at the position before each token; None if it reads no features
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N], in the drafter's own sequence
-        visible: Tensor | None,  # [B, N, keys] bool; the last N keys are these tokens'. None: causal
+        ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache | BucketCache,  # the tokens' keys and values are appended to it; the latter in captured cycles
     ) -> Tensor:  # [B, N, D]
-        """States of the tokens of a text, or of one level of a draft tree, whose other branches `visible` hides.
+        """States of the tokens of a text, or of one level of a draft tree, whose other branches `ancestors` hides.
 
         The keys that a token sees are its text, in order: a sliding window of W sees the last W of them.
         """

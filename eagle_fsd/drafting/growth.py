@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import prefill_part
-from ..models.masks import visible_keys
 from ..models.target import TargetModel
 from .config import TreeConfig
 from .coupling import Coupling
@@ -48,17 +46,12 @@ def extend_draft(
         (first_features, features), (first, tokens) = _split(features, parts), _split(tokens, parts)
         extend_draft(drafter, first_features, first, cache)
     counts = [len(row) for row in tokens]
-    lengths, prefix, device = cache.lengths, cache.length, tokens[0].device
+    lengths, device = cache.lengths, tokens[0].device
     fed, states = _padded(tokens), None if features is None else drafter.read(_padded(features))  # [B, T], [B, T, D]
-    batch, count = fed.shape
-    ahead = torch.arange(count, device=device)
-    positions = torch.tensor(lengths, device=device)[:, None] + ahead
-    prefix_visible, visible = cache.visible(device), None
-    if (prefix and count > 1) or prefix_visible is not None:
-        causal = (ahead[:, None] >= ahead).expand(batch, -1, -1)
-        visible = visible_keys(causal, prefix, prefix_visible)
-    predicted = drafter.predict(states, fed, positions, visible, cache)
-    cache.commit(lengths, [range(prefix, prefix + own) for own in counts])
+    count = fed.shape[1]
+    positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
+    predicted = drafter.predict(states, fed, positions, None, cache)
+    cache.commit(lengths, [range(own) for own in counts])
     if min(counts) == count:
         return predicted[:, -1:]
     last = (torch.tensor(counts, device=device) - 1).clamp_min(0)  # a short row's last part of a prompt may be empty
@@ -101,36 +94,11 @@ def draft_tree(
         for each expanded depth. The drafter's cache then contains the accepted tokens only.
     """
     predicted = extend_draft(drafter, features, tokens, cache)  # [B, 1, D]
-    root, base = torch.stack([row[-1] for row in tokens]), cache.length  # [B]
+    root, lengths = torch.stack([row[-1] for row in tokens]), cache.lengths
     scored, depth, draft_logits = grow(
-        drafter, target, predicted, root, AppendedKeys(cache, config.top_k, root.device), cache, config, coupling, plan)
-    cache.truncate(base)
+        drafter, target, predicted, root, torch.tensor(lengths, device=root.device), cache, config, coupling, plan)
+    cache.lengths = lengths
     return rerank(*scored, depth, config, nodes, plan), draft_logits
-
-
-class LevelKeys(Protocol):
-    """Where the frontier of K nodes of each row is in the drafter's cache."""
-
-    positions: Tensor  # [B, K]
-    visible: Tensor  # [B, K, keys] bool, see `Drafter.predict`
-
-    def descend(self, parents: Tensor) -> None:  # [B, K], ranks within the level
-        """Go to a frontier of children of these nodes."""
-
-
-class AppendedKeys:
-    """`LevelKeys` of a cache to which each level is appended, for all rows at the same slots."""
-
-    def __init__(self, cache: TreeCache, k: int, device: torch.device) -> None:
-        lengths = cache.lengths
-        self.itself = torch.eye(k, dtype=torch.bool, device=device).expand(len(lengths), -1, -1)
-        self.positions = torch.tensor(lengths, device=device)[:, None].expand(-1, k)
-        self.visible = visible_keys(self.itself, cache.length, cache.visible(device))
-
-    def descend(self, parents: Tensor) -> None:
-        self.positions = self.positions + 1
-        above = self.visible.gather(1, parents[..., None].expand_as(self.visible))
-        self.visible = torch.cat([above, self.itself], -1)
 
 
 def grow(
@@ -138,7 +106,7 @@ def grow(
     target: TargetModel,
     predicted: Tensor,  # [B, 1, D], state at the root
     root: Tensor,  # [B] long
-    keys: LevelKeys,
+    lengths: Tensor,  # [B] long, positions in the drafter's cache, the root's included
     cache: TreeCache | BucketCache,  # each expanded level is appended
     config: TreeConfig,
     coupling: Coupling | None,
@@ -167,9 +135,12 @@ def grow(
         depth = 1
     expanded = [torch.arange(1 + (k if depth > 1 else 0), device=device).expand(batch, -1)]  # numbers of scored nodes
     frontier_states = predicted.expand(-1, k, -1)
+    itself = torch.eye(k, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    ancestors = itself  # [B, K, K * levels], of the frontier among the expanded nodes below the root
 
     for level in range(2, depth + 1):
-        predicted = drafter.predict(frontier_states, frontier_tokens, keys.positions, keys.visible, cache)  # [B, K, D]
+        positions = (lengths[:, None] + (level - 2)).expand(-1, k)
+        predicted = drafter.predict(frontier_states, frontier_tokens, positions, ancestors, cache)  # [B, K, D]
         logits = drafter.own_logits(predicted, target.logits)
         draft_logits.append(logits)
         child_scores, child_tokens = _best_children(logits, named, config, estimate, coupling, level - 1)
@@ -185,7 +156,7 @@ def grow(
             parents = best // k  # [B, K], ranks within the level above
             frontier_tokens = child_tokens.gather(1, best)
             frontier_states = predicted.gather(1, parents[..., None].expand_as(predicted))
-            keys.descend(parents)
+            ancestors = torch.cat([ancestors.gather(1, parents[..., None].expand_as(ancestors)), itself], -1)
     scored = tuple(torch.cat(columns, 1) for columns in (levels, scores, expanded))
     return scored, len(levels) - 1, draft_logits
 

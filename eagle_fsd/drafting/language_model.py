@@ -68,14 +68,12 @@ class DraftModel(CausalLM):
         states: Tensor | None,  # not read
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N]
-        visible: Tensor | None,  # [B, N, keys] bool
+        ancestors: Tensor | None,  # [B, N, M] bool
         cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, N, D]
         """Last hidden states, on the device of the tokens."""
         place, known = self.device, tokens.clamp_max(self.vocab_size - 1)  # the target may have more rows, of padding
-        if isinstance(cache, BucketCache):
-            return self.compute(known, positions, self.fused.attention(visible), cache)
-        seen = None if visible is None else visible.to(place)
+        seen = None if ancestors is None else ancestors.to(place)
         return self.verify(known.to(place), positions.to(place), seen, cache).to(tokens.device)
 
     def own_logits(

@@ -23,7 +23,7 @@ from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over, version_of
 from ..models.hooks import structure_of
 from ..models.linear import Joined, pack_linears
-from ..models.masks import additive
+from ..models.masks import additive, causal_ancestors, visible_keys
 from ..models.memory import MappedFiles
 from ..models.target import OutputRows, TargetModel
 
@@ -246,11 +246,16 @@ class DraftHead(nn.Module):
         features: Tensor,  # [B, T, D]
         tokens: Tensor,  # [B, T]
         positions: Tensor,  # [B, T]
-        visible: Tensor | None,  # [B, T, keys] bool
-        cache: TreeCache,
+        ancestors: Tensor | None,  # [B, T, M] bool
+        cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, T, D]
         """`forward` in the signature of `drafting.drafter.Drafter`."""
-        return self(features, tokens, positions, None if visible is None else additive(visible, self.dtype), cache)
+        start, count, mask = cache.start, tokens.shape[1], None
+        if ancestors is None and (isinstance(start, Tensor) or start and count > 1):
+            ancestors = causal_ancestors(tokens)
+        if ancestors is not None:
+            mask = additive(visible_keys(ancestors, start, cache.end(count)), self.dtype)
+        return self(features, tokens, positions, mask, cache)
 
     def computes_fused(self, cache: object) -> bool:
         """Whether `fused` computes the layer: only in decoding, since training has gradients or other caches."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import GROUPED, SPLIT
+from .cache import rows_and_slots
 from .flash import HALF_DTYPES, flash_for
 from .masks import additive
 
@@ -88,7 +89,7 @@ def split_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H]
-    prefix_lengths: Tensor | None = None,  # [B] int32, how many keys of the prefix each row sees; None: all
+    prefix_lengths: Tensor | None = None,  # [B] long: where each row's M keys begin; None: all end with the last key
     **options: object,
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
     """Attention over the prefix by flash-attn without a mask, merged with the masked rest by log-sum-exp.
@@ -113,9 +114,19 @@ def split_attention(
             share = (lse - s_aux.to(lse.dtype).view(1, *lse.shape[1:3], 1)).sigmoid()
             out = out * share[..., None].to(out.dtype)
         return _by_position(out), None
-    before = _flash(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap, prefix_lengths)
-    key, value = key[:, :, prefix:], value[:, :, prefix:]
+    if prefix_lengths is not None:
+        before = _flash(query, key, value, scale, softcap, prefix_lengths.int())
+        key, value = keys_after(prefix_lengths, attention_mask.shape[-1], key, value)
+    else:
+        before = _flash(query, key[:, :, :prefix], value[:, :, :prefix], scale, softcap)
+        key, value = key[:, :, prefix:], value[:, :, prefix:]
     return _by_position(_joined(query, key, value, attention_mask, scale, softcap, s_aux, before)), None
+
+
+def keys_after(lengths: Tensor, count: int, *states: Tensor) -> list[Tensor]:
+    """Keys and values [B, K, keys, *] in the `count` slots after each row's first lengths[b]."""
+    row, slots = rows_and_slots(lengths, count)
+    return [each[row, :, slots].transpose(1, 2) for each in states]  # [B, K, count, *]
 
 
 def tree_attention(
@@ -124,16 +135,12 @@ def tree_attention(
     dtype: torch.dtype,
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """`fused.attention_over` of flash-attn, as in `split_attention`, for texts whose lengths are a tensor."""
-    nodes = ancestors.shape[1]
-    rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-    slots = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     mask, used = additive(ancestors, dtype), lengths.int()
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = queries.transpose(1, 2)
         before = _flash(queries, keys, values, scale, None, used)
-        own_keys, own_values = (states[rows, :, slots].transpose(1, 2) for states in (keys, values))  # [B, K, N, D]
-        out = _joined(queries, own_keys, own_values, mask, scale, None, None, before)
+        out = _joined(queries, *keys_after(lengths, ancestors.shape[1], keys, values), mask, scale, None, None, before)
         return _by_position(out).flatten(2)
 
     return attend

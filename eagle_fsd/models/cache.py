@@ -3,9 +3,8 @@
 All contact with the cache classes of `transformers` is in this file.
 B sequences, H key/value heads, C capacity, D head size, N positions appended for a tree.
 
-Slot j of a row stores position j of the sequence. A forward appends its keys to all rows from one slot on, the length
-of the longest sequence. A shorter sequence has stale slots before them, which a mask must hide; `commit` moves what it
-keeps to its own end.
+Slot j of a row stores position j of its sequence. A forward appends the keys of a row right after that row's own. It
+reads all slots up to the end of the longest row; slots after a row's end are stale, and a mask must hide them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class TreeCacheLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.layer_device = device
-        self.length = 0
+        self.appended = 0  # positions of each row that forwards have appended since the last commit
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self.cache.allocate(self.layer_device, key_states, value_states)
@@ -44,22 +43,26 @@ class TreeCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H, N, D]; return those of all positions, as views of the storage."""
+        """Append keys and values [B, H, N, D]; return those of all slots up to the longest row's end, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.length, self.length + key_states.shape[-2]
-        assert end <= self.cache.capacity, f"{end} positions exceed the capacity of {self.cache.capacity}"
-        rows = self.cache.rows
-        self.keys[rows, :, start:end] = key_states
-        self.values[rows, :, start:end] = value_states
-        self.length = end
-        return self.keys[rows, :, :end], self.values[rows, :, :end]
+        rows, start, count = self.cache.rows, self.cache.start_of(self), key_states.shape[-2]
+        self.appended += count
+        end = self.cache.end_of(self)
+        both = (self.keys[rows], key_states), (self.values[rows], value_states)
+        for mine, states in both:
+            if isinstance(start, int):
+                mine[:, :, start:end] = states
+            else:
+                row, slots = rows_and_slots(start, count)
+                mine[row, :, slots] = states.transpose(1, 2)
+        return both[0][0][:, :, :end], both[1][0][:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.cache.end_of(self) + query_length, 0
 
     def get_seq_length(self) -> int | Tensor:
-        return self.length + self.cache.position_offset
+        return self.cache.end_of(self) + self.cache.position_offset
 
     def get_max_length(self) -> int:
         return self.cache.capacity
@@ -86,7 +89,7 @@ class TreeCache(Cache):
         self.rows = slice(0, batch)  # the rows that a forward reads and writes
         # For models that take positions from the cache: the nodes' positions [N] minus their slots.
         self.position_offset: Tensor | int = 0
-        self._lengths: list[int] | None = None  # of the sequences; None: all are as long as the cache
+        self._lengths = [0] * batch  # of the rows at the last commit
         self._storages: list[tuple[torch.device, Tensor]] = []  # [layers, 2, B, H, C, D], or 1 in place of 2
         self._spare = spare
         self._free: dict[tuple, list[Tensor]] = {}  # unassigned [2, B, H, C, D], by device and shape
@@ -104,20 +107,23 @@ class TreeCache(Cache):
 
     def append(
         self, count: int, heads: int, size: int, like: Tensor
-    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
-        """Extend all layers, which are alike and on one device, by `count` positions.
+    ) -> tuple[Sequence[Tensor | Slots], Sequence[tuple[Tensor, Tensor]]]:
+        """Extend all layers, which are alike and on one device, by `count` positions of each row.
 
         Args:
             like: has the dtype and device of keys and values.
 
         Returns:
-            Views of the storage: the new positions, to be written, [layers, 2, B, H, count, D], and for each layer the
-            keys and values of all positions, [B, H, length + count, D].
+            For each layer the new positions, to be written by `copy_` [2, B, H, count, D], and the keys and values of
+            all slots up to the longest row's end, [B, H, slots, D] each.
         """
-        start = self.length
-        storage = self.storage(heads, size, like)[:, :, self.rows]
-        end = self.advance(count)
-        return storage[..., start:end, :], [tuple(layer.unbind()) for layer in storage[..., :end, :].unbind()]
+        storage, start = self.storage(heads, size, like)[:, :, self.rows], self.start
+        for layer in self.layers:
+            layer.appended += count
+        end = self.length
+        places = storage[..., start:end, :] if isinstance(start, int) else [
+            Slots(layer, *rows_and_slots(start, count)) for layer in storage.unbind()]
+        return places, [tuple(layer.unbind()) for layer in storage[..., :end, :].unbind()]
 
     def storage(self, heads: int, size: int, like: Tensor) -> Tensor:
         """[layers, 2, B, H, C, D]: keys and values of all layers, which are alike and on one device."""
@@ -126,14 +132,6 @@ class TreeCache(Cache):
             for layer in self.layers:
                 layer.lazy_initialization(shape, shape)
         return self._storages[0][1]
-
-    def advance(self, count: int) -> int:
-        """Add `count` positions, which the caller writes, to the length; return the new length."""
-        end = self.length + count
-        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
-        for layer in self.layers:
-            layer.length = end
-        return end
 
     def _storage(self, device: torch.device, states: Tensor, layers: int, tensors: int) -> Tensor:
         shape = layers, tensors, self.batch, states.shape[1], self.capacity, states.shape[3]
@@ -150,10 +148,31 @@ class TreeCache(Cache):
         """The storage, as far as it is allocated."""
         return [storage for _, storage in self._storages]
 
+    def end_of(self, layer: TreeCacheLayer) -> int:
+        """The end of the longest row in a layer."""
+        end = max(self._lengths, default=0) + layer.appended
+        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
+        return end
+
+    def start_of(self, layer: TreeCacheLayer) -> int | Tensor:
+        """See `start`."""
+        if len(set(self._lengths)) == 1:
+            return self._lengths[0] + layer.appended
+        return torch.tensor(self._lengths, device=layer.layer_device) + layer.appended
+
     @property
     def length(self) -> int:
-        """The length of the longest sequence, at which the next forward's keys begin."""
-        return self.layers[0].length
+        """The end of the longest row."""
+        return self.end_of(self.layers[0])
+
+    @property
+    def start(self) -> int | Tensor:
+        """The slot of the next position: of all rows, or [B] long if they differ."""
+        return self.start_of(self.layers[0])
+
+    def end(self, count: int) -> int:
+        """The number of slots that a forward of `count` tokens reads."""
+        return self.length + count
 
     @property
     def nbytes(self) -> int:
@@ -162,44 +181,35 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """The number of positions of each sequence."""
-        count = self.rows.stop - self.rows.start
-        return [self.length] * count if self._lengths is None else list(self._lengths)
+        """The number of positions of each row, appended ones included."""
+        return [length + self.layers[0].appended for length in self._lengths]
 
-    def visible(self, device: torch.device) -> Tensor | None:
-        """[B, length] bool: the slots with a position of their sequence; None: all of them."""
-        if self._lengths is None:
-            return None
-        slots = torch.arange(self.length, device=device)
-        return slots < torch.tensor(self._lengths, device=device)[:, None]
-
-    def _set_lengths(self, lengths: Sequence[int]) -> None:
+    @lengths.setter
+    def lengths(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
         for layer in self.layers:
-            layer.length = max(lengths, default=0)
-        self._lengths = list(lengths) if len(set(lengths)) > 1 else None
+            layer.appended = 0
 
     @contextmanager
     def one_row(self, row: int) -> Iterator[None]:
         """Restrict the cache to one sequence within the context, for a forward of that sequence alone."""
-        lengths = self.lengths
-        batch, self.rows, self._lengths = self.rows, slice(row, row + 1), None
-        for layer in self.layers:
-            layer.length = lengths[row]
+        lengths, rows = self.lengths, self.rows
+        self.rows, self.lengths = slice(row, row + 1), lengths[row : row + 1]
         try:
             yield
         finally:
             lengths[row] = self.length
-            self.rows = batch
-            self._set_lengths(lengths)
+            self.rows, self.lengths = rows, lengths
 
     def commit(
         self,
-        lengths: Sequence[int],  # of the sequences before the last forward
-        kept: Sequence[Sequence[int]],  # slots of the forward that each sequence keeps, ascending, >= its length
+        lengths: Sequence[int],  # of the rows before the last forwards
+        kept: Sequence[Sequence[int]],  # of the positions appended since, which each row keeps: ascending, 0 the first
     ) -> None:
-        """Keep the first `lengths[b]` positions of each sequence, followed by the slots `kept[b]`; drop the rest."""
-        moves = [(row, slot, length + count) for row, (length, slots) in enumerate(zip(lengths, kept, strict=True))
-                 for count, slot in enumerate(slots) if slot != length + count]
+        """Keep the first `lengths[b]` positions of each row, followed by the appended ones `kept[b]`; drop the rest."""
+        moves = [(row, length + source, length + target)
+                 for row, (length, places) in enumerate(zip(lengths, kept, strict=True))
+                 for target, source in enumerate(places) if source != target]
         if moves:
             chosen = torch.tensor(moves)
             moved = {device: chosen.to(device, non_blocking=True).unbind(1) for device, _ in self._storages}
@@ -207,11 +217,11 @@ class TreeCache(Cache):
                 row, source, target = moved[device]
                 slots = storage.transpose(-3, -2)  # [..., B, C, H, D]
                 slots[..., row, target, :, :] = slots[..., row, source, :, :]
-        self._set_lengths([length + len(slots) for length, slots in zip(lengths, kept, strict=True)])
+        self.lengths = [length + len(places) for length, places in zip(lengths, kept, strict=True)]
 
     def truncate(self, length: int) -> None:
         """Drop all positions from `length` on."""
-        self._set_lengths([min(own, length) for own in self.lengths])
+        self.lengths = [min(own, length) for own in self.lengths]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this ascending order, and drop the others."""
@@ -221,8 +231,7 @@ class TreeCache(Cache):
                 if target != source:
                     states = storage[..., source, :, : lengths[target], :]
                     storage[..., target, :, : lengths[target], :] = states
-        self.rows = slice(0, len(rows))
-        self._set_lengths(lengths)
+        self.rows, self.lengths = slice(0, len(rows)), lengths
 
     def with_room(self, capacity: int) -> TreeCache:
         """This cache if its capacity suffices, else a copy at least twice as large."""
@@ -231,7 +240,7 @@ class TreeCache(Cache):
     def resized(self, capacity: int, batch: int) -> TreeCache:
         """A new cache of this size with the same sequences."""
         other = TreeCache([layer.layer_device for layer in self.layers], capacity, batch)
-        other.rows = slice(0, 0)
+        other.rows, other.lengths = slice(0, 0), []
         for row in range(len(self.lengths)):
             other.add_row(self, row)
         return other
@@ -240,8 +249,7 @@ class TreeCache(Cache):
         """Append a sequence of another cache after the others."""
         lengths = self.lengths
         assert len(lengths) < self.batch, f"this cache has room for {self.batch} sequences only"
-        self.rows = slice(0, len(lengths) + 1)
-        self._set_lengths([*lengths, 0])
+        self.rows, self.lengths = slice(0, len(lengths) + 1), [*lengths, 0]
         self.copy_row(len(lengths), source, row, source.lengths[row])
 
     def copy_row(self, number: int, source: TreeCache, row: int, length: int) -> None:
@@ -254,7 +262,7 @@ class TreeCache(Cache):
                 mine.values[number, :, :length] = theirs.values[row, :, :length]
         lengths = self.lengths
         lengths[number] = length
-        self._set_lengths(lengths)
+        self.lengths = lengths
 
     def allocate_like(self, source: TreeCache) -> None:
         """Allocate the layers that another cache has allocated."""
@@ -274,6 +282,12 @@ class TreeCache(Cache):
             storage[..., row, :, :, :] = 0
 
 
+def rows_and_slots(start: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Indices [B, 1] of the rows, and [B, count] of the slots from each row's start [B] on."""
+    rows = torch.arange(len(start), device=start.device)[:, None]
+    return rows, start[:, None] + torch.arange(count, device=start.device)
+
+
 class Slots:
     """The slots of one layer's storage that a forward writes, by index, in place of a view of them.
 
@@ -289,23 +303,25 @@ class Slots:
 
 
 class BucketCache:
-    """The storage of a `TreeCache` for forwards of fixed shapes: lengths are tensors, and slot j of each row has its
-    position j. A forward reads a bucket of slots, of which a mask hides the stale ones.
+    """The storage of a `TreeCache` for forwards of fixed shapes: the lengths are a tensor, and a forward reads a fixed
+    number of slots, the bucket.
 
     Args:
         start: [B] long, the slot of each row's next position. bucket: above all slots.
     """
 
     def __init__(self, storage: Tensor, start: Tensor, bucket: int) -> None:  # [layers, 2, B, H, C, D]
-        self.storage, self.start, self.bucket = storage, start, bucket
+        self.storage, self.start, self.length = storage, start, bucket
         self.capacity = storage.shape[-2]
+
+    def end(self, count: int) -> int:
+        return self.length
 
     def append(
         self, count: int, heads: int, size: int, like: Tensor
     ) -> tuple[Sequence[Slots], Sequence[tuple[Tensor, Tensor]]]:
         """As `TreeCache.append`, with the keys and values of the bucket."""
-        rows = torch.arange(len(self.start), device=self.start.device)[:, None]
-        slots = self.start[:, None] + torch.arange(count, device=self.start.device)
+        rows, slots = rows_and_slots(self.start, count)
         self.start = self.start + count
         return ([Slots(layer, rows, slots) for layer in self.storage.unbind()],
-                [tuple(layer.unbind()) for layer in self.storage[..., : self.bucket, :].unbind()])
+                [tuple(layer.unbind()) for layer in self.storage[..., : self.length, :].unbind()])

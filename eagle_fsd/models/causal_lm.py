@@ -257,7 +257,7 @@ class CausalLM:
         tokens: Tensor,  # [B, N]
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
-        cache: TreeCache,  # the keys and values of the tokens are appended
+        cache: TreeCache | BucketCache,  # the keys and values of the tokens are appended
     ) -> Tensor:  # [B, N, F]
         """The forward of `prefill` and `verify`.
 
@@ -276,7 +276,7 @@ class CausalLM:
         tokens: Tensor,  # [B, N]
         positions: Tensor,  # [B, N]
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
-        cache: TreeCache,
+        cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, N, F]
         """Features of tree nodes, whose keys and values are appended to the cache in node order."""
         prefix = cache.length
@@ -286,20 +286,9 @@ class CausalLM:
         if self.positions_from_cache:
             cache.position_offset = positions[0] - prefix - torch.arange(positions.shape[1], device=positions.device)
         features = self.forward(tokens, positions, ancestors, cache)
-        cache.position_offset = 0
+        if self.positions_from_cache:
+            cache.position_offset = 0
         return features
-
-    def compute(
-        self,
-        tokens: Tensor,  # [B, N]
-        positions: Tensor,  # [B, N]
-        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `fused.attention_over`
-        cache: BucketCache,
-    ) -> Tensor:  # [B, N, F]
-        """`verify` by the fused decoder for captured cycles: nothing depends on a length that the host knows."""
-        if self.max_positions is not None:  # as in `verify`
-            positions = positions.clamp_max(self.max_positions - 1)
-        return self.fused.compute(tokens, positions, 0, attend, cache, self.layers)
 
     def logits(self, features: Tensor) -> Tensor:
         """Raw next-token logits [..., V] in float32, from features [..., F] or last hidden states [..., D]."""

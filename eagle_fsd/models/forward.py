@@ -16,7 +16,7 @@ from .cache import TreeCache, cache_name
 from .fused import FusedDecoder, Unsupported
 from .hooks import recorded_inputs, structure_of
 from .linear import dtype_of
-from .masks import MaskedLayers
+from .masks import MaskedLayers, causal_ancestors
 
 
 class Forward:
@@ -62,9 +62,11 @@ class Forward:
     ) -> Tensor:  # [B, N, F]
         if self.fused is not None:
             return self.fused(tokens, positions, ancestors, cache, feature_layers)
+        start = cache.start
+        if ancestors is None and isinstance(start, Tensor):
+            ancestors = causal_ancestors(tokens)
         masks = {} if ancestors is None else self.masked_layers.forward_options(
-            self.config._attn_implementation, ancestors, cache.length, computed_dtype(self.model),
-            cache.visible(ancestors.device))
+            self.config._attn_implementation, ancestors, start, cache.end(tokens.shape[1]), computed_dtype(self.model))
         return self.stock(tokens, feature_layers, position_ids=positions, use_cache=True,
                           **{cache_name(type(self.decoder)): cache}, **masks)
 

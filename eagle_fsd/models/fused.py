@@ -11,17 +11,22 @@ size, I inner size of the MLP, C capacity of the cache.
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from .attention import tree_attention
 from .cache import BucketCache, TreeCache
+from .flash import flash_for
 from .hooks import is_hooked
 from .linear import Int8, Joined
-from .masks import additive, visible_keys
+from .masks import additive, causal_ancestors, visible_keys
 
+log = logging.getLogger(__name__)
 FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "SmolLM3Model", "SeedOssModel", "GraniteModel"}
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -30,6 +35,7 @@ FIXED_ROPE = {None, "default", "linear", "llama3", "yarn"}  # the angles depend 
 SPARE = 1024  # additional positions of a rotary table, for the next request
 MERGED_ROWS = 64  # up to this many queries, the heads that share keys are computed as rows of one head
 BLOCK_ROWS, FEW_BLOCKS = 64, 128  # of PyTorch's CUDA kernel: queries of a block; fewer leave multiprocessors idle
+FLASH_CHECKED = 4, 8192  # tokens before the trees on which flash-attn is compared
 GRAIN = 32768  # PyTorch divides an operation on more numbers among threads, wherever the parts end
 
 
@@ -53,7 +59,7 @@ class Rotary:
     def __call__(
         self,
         positions: Tensor | None,  # [B, N]; None: `count` positions from `start` on
-        start: int,
+        start: int | Tensor,
         count: int,
         capacity: int,  # above all positions
         like: Tensor,  # has the dtype and device of the result
@@ -300,6 +306,33 @@ def attend_with_lse(
 
 
 @functools.cache
+def flash_works(heads: int, key_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether flash-attn is installed and computes the attention of a tree of two nodes after a short and a long text,
+    for which its kernels differ."""
+    def waves(*shape: int) -> Tensor:  # neighbours differ, so that a wrong key or weight shows
+        return torch.arange(math.prod(shape), device=device).float().sin().to(dtype).view(shape)
+
+    def agrees(text: int) -> bool:
+        keys, lengths = waves(1, key_heads, text + 4, size), torch.full((1,), text, dtype=torch.long, device=device)
+        visible = visible_keys(ancestors, lengths, text + 4)
+        masked = attention_over(additive(visible, dtype), False, heads // key_heads)(sample, keys, keys, size**-0.5)
+        out = tree_attention(lengths, ancestors, dtype)(sample, keys, keys, size**-0.5)
+        return bool(((out - masked).abs().max() <= 0.05 * masked.abs().max()).item())
+
+    sample, ancestors = waves(1, 2, heads, size), torch.ones(1, 2, 2, dtype=torch.bool, device=device).tril()
+    if flash_for(sample, sample) is None:
+        return False
+    try:
+        works = all(map(agrees, FLASH_CHECKED))
+    except Exception as error:  # a kernel can raise any exception
+        works = False
+        log.warning("flash-attn fails: %r", error)
+    if not works:
+        log.warning("flash-attn is installed but does not compute the attention of a tree here: PyTorch's is used")
+    return works
+
+
+@functools.cache
 def has_stable_kernel(key_heads: int, size: int, dtype: torch.dtype, threads: int) -> bool:
     """Whether a query's results of `attend_with_lse` are the same to the last bit beside any number of others, rounded
     up to ROWS, alone and in a batch. Some numbers are tried, with random keys."""
@@ -362,49 +395,12 @@ class FusedDecoder:
         tokens: Tensor,  # [B, N]
         positions: Tensor | None,  # [B, N]; None: the next ones in the cache
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
-        cache: TreeCache,  # the keys and values of the tokens are appended
+        cache: TreeCache | BucketCache,  # the keys and values of the tokens are appended
         feature_layers: Sequence[int] = (),  # their inputs precede the last hidden state; n: the last layer's output
     ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
-        first, count, start, like = self.layers[0], tokens.shape[1], cache.length, self.decoder.embed_tokens.weight
-        visible, groups = cache.visible(tokens.device), first.heads // first.key_heads
-        invariant = self.batch_invariant and first.qkv.form is Int8
-        if ancestors is None and count > 1 and (start or invariant):
-            ancestors = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
-        causal = ancestors is None and count > 1
-        needed = invariant or not causal and (count > 1 or visible is not None)
-        if needed and ancestors is None:
-            ancestors = torch.ones(1, 1, 1, dtype=torch.bool, device=tokens.device)
-        mask = None
-        if needed:
-            seen = visible_keys(ancestors.expand(len(tokens), -1, -1), start, visible)
-            mask = None if invariant else additive(seen, like.dtype)
-        if invariant:
-            where = torch.arange(start, start + count)[None] if positions is None else positions
-            stable = has_stable_kernel(first.key_heads, first.size, like.dtype, torch.get_num_threads())
-            attend = InvariantAttention(seen, where, groups, stable)
-        else:
-            attend = attention_over(mask, causal, groups)
-        return self.compute(tokens, positions, start, attend, cache, feature_layers)
-
-    def attention(
-        self,
-        visible: Tensor,  # [B, N, M] bool
-    ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-        """`attention_over` the visible ones of all keys."""
-        mask = additive(visible, self.decoder.embed_tokens.weight.dtype)
-        return attention_over(mask, False, self.layers[0].heads // self.layers[0].key_heads)
-
-    def compute(
-        self,
-        tokens: Tensor,  # [B, N]
-        positions: Tensor | None,  # [B, N]; None: from `start` on
-        start: int,
-        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],  # see `attention_over`
-        cache: TreeCache | BucketCache,  # the keys and values of the tokens are appended
-        feature_layers: Sequence[int],
-    ) -> Tensor:  # [B, N, D * (len(feature_layers) + 1)]
-        """The forward, without synchronising with the device."""
-        first, count, like = self.layers[0], tokens.shape[1], self.decoder.embed_tokens.weight
+        """The forward, without synchronising with the device if the cache is a `BucketCache`."""
+        first, count, start, like = self.layers[0], tokens.shape[1], cache.start, self.decoder.embed_tokens.weight
+        attend = self._attention(tokens, positions, ancestors, start, cache.end(count))
         rotation = self.rotary(positions, start, count, cache.capacity, like)
         new_states, cached = cache.append(count, first.key_heads, first.size, like)
         embedded = self.decoder.embed_tokens(tokens)
@@ -421,6 +417,26 @@ class FusedDecoder:
             features.append(hidden.to(dtype, copy=True))
         features.append(self.norm(hidden))
         return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+    def _attention(
+        self, tokens: Tensor, positions: Tensor | None, ancestors: Tensor | None, start: int | Tensor, keys: int
+    ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+        """See `attention_over`."""
+        first, count, dtype = self.layers[0], tokens.shape[1], self.decoder.embed_tokens.weight.dtype
+        groups, invariant = first.heads // first.key_heads, self.batch_invariant and first.qkv.form is Int8
+        if ancestors is None and not invariant and isinstance(start, int) and (start == 0 or count == 1):
+            return attention_over(None, count > 1, groups)
+        ancestors = causal_ancestors(tokens) if ancestors is None else ancestors
+        if (isinstance(start, Tensor) and ancestors.shape[1] == ancestors.shape[2]
+                and flash_works(first.heads, first.key_heads, first.size, dtype, tokens.device)):
+            return tree_attention(start, ancestors, dtype)
+        visible = visible_keys(ancestors, start, keys)
+        if not invariant:
+            return attention_over(None if count == 1 and isinstance(start, int) else additive(visible, dtype), False,
+                                  groups)
+        where = torch.arange(start, start + count)[None] if positions is None else positions
+        stable = has_stable_kernel(first.key_heads, first.size, dtype, torch.get_num_threads())
+        return InvariantAttention(visible, where, groups, stable)
 
 
 def check_shape(layer: nn.Module, attention: nn.Module | None, mlp: nn.Module | None, config: PreTrainedConfig) -> None:

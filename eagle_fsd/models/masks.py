@@ -51,43 +51,53 @@ class MaskedLayers:
         self,
         implementation: str,
         ancestors: Tensor,  # [B, N, M] bool, see `visible_keys`
-        prefix: int,  # L
+        start: int | Tensor,  # slot of the first new key, [B] if the rows differ
+        keys: int,  # number of slots that the forward reads
         dtype: torch.dtype,
-        prefix_visible: Tensor | None = None,  # [B, L] bool: the first keys of each row; None: all
     ) -> dict[str, object]:
-        """Keywords of a tree's forward: additive masks [B, 1, N, M], one per layer type or one for all.
+        """Keywords of a tree's forward: additive masks [B, 1, N, *], one per layer type or one for all.
 
-        For "split", a mask has the columns of `ancestors` only, and `prefix_lengths` [B] int32 contains the lengths of
-        the rows where they differ. Layers whose reach ends within the text, and all other implementations, get a mask
-        of all keys.
+        For "split", a mask has the columns of `ancestors` only, and `prefix_lengths` [B] contains the number of keys
+        before these where the rows differ. Layers whose reach ends within the text, and all other implementations, get
+        a mask of all keys.
         """
         masks = {}
         for kind in dict.fromkeys(self.kinds):
             reach = {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
-            narrow = reach is not None and prefix + ancestors.shape[1] > reach
+            narrow = reach is not None and keys > reach
             if implementation == SPLIT and not narrow:
                 masks[kind] = additive(ancestors, dtype)
                 continue
-            visible = visible_keys(ancestors, prefix, prefix_visible)
+            visible = visible_keys(ancestors, start, keys)
             masks[kind] = additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
         options: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
-        if implementation == SPLIT and prefix_visible is not None:
-            options["prefix_lengths"] = prefix_visible.sum(1, dtype=torch.int32)
+        if implementation == SPLIT and isinstance(start, Tensor):
+            options["prefix_lengths"] = start + ancestors.shape[1] - ancestors.shape[2]
         return options
 
 
 def visible_keys(
     ancestors: Tensor,  # [B, N, M] bool: which of the last M keys it sees, the N new ones included
-    prefix: int,  # L, keys before the new ones
-    prefix_visible: Tensor | None = None,  # [B, L] bool; None: the whole prefix
-) -> Tensor:  # [B, N, L + N] bool
-    """The keys that each node sees: those before the last M, and its ancestors and itself among these.
+    start: int | Tensor,  # slot of the first new key, [B] if the rows differ
+    keys: int,  # number of slots that the forward reads
+) -> Tensor:  # [B, N, keys] bool
+    """The keys that each node sees: those before the last M of its row, and its ancestors and itself among these.
 
-    M = N for a whole tree in one forward; larger for a level of a tree, whose earlier levels are in the prefix.
+    M = N for a whole tree in one forward; larger for a level of a tree, whose earlier levels are in the cache.
     """
-    text = prefix + ancestors.shape[1] - ancestors.shape[2]
-    before = ancestors.new_ones(1, 1, text) if prefix_visible is None else prefix_visible[:, None, :text]
-    return torch.cat([before.expand(*ancestors.shape[:2], -1), ancestors], -1)
+    batch, nodes, last = ancestors.shape
+    text = start + (nodes - last)
+    if not isinstance(text, Tensor):
+        return torch.cat([ancestors.new_ones(1, 1, 1).expand(batch, nodes, text), ancestors], -1)
+    after = torch.arange(keys, device=text.device) - text[:, None]  # [B, keys]
+    after = after[:, None].expand(-1, nodes, -1)
+    return (after < 0) | (after < last) & ancestors.gather(2, after.clamp(0, last - 1))
+
+
+def causal_ancestors(tokens: Tensor) -> Tensor:  # [B, N] -> [B, N, N] bool
+    """`ancestors` of a text."""
+    batch, count = tokens.shape
+    return torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
 
 
 def in_reach(
