@@ -25,7 +25,6 @@ from ..data.questions import Question, converse, converse_together
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
 from .grading import CODE_END, is_right
-from .levels import level_rows, level_table
 from .lost import lost_answers, lost_table
 from .methods import Answer, Method, described, draft_model, engine, pair_text
 from .records import bullets, decimals, markdown, percent, plot_comparison, record_path, with_span, write_record
@@ -345,11 +344,10 @@ def store(
         name, conclusion = recommend(rows["all"], reference, points)
         crossed = cross_fitted(records, reference, points)
         conclusion += "" if crossed is None else f"\n\n{cross_fit_text(crossed, reference, points)}"
-    levels = level_rows(records, REFERENCE)
     lost = [] if model.tokenizer is None else lost_answers(records, reference, model.tokenizer.decode, DRAFTER)
     names = dict(zip(("target", "head"), model.described(), strict=True))
     result = {"workers": workers, "seeds": seeds, "points": points, "recommended": name, "conclusion": conclusion,
-              "rows": rows, "turns": turns, "levels": levels, "lost": lost, "cross_fitted": crossed, "names": names,
+              "rows": rows, "turns": turns, "lost": lost, "cross_fitted": crossed, "names": names,
               "baseline_dtype": baseline and str(baseline)}
     precision = "" if baseline is None else f", {reference} in {str(baseline).removeprefix('torch.')}"
     difference = difference_text(model, options.temperature, baseline)
@@ -365,8 +363,6 @@ tree {model.describe_tree(options.tree)}{f", accuracy of {seeds} seeds" if seeds
 {legend(rows["all"], reference, difference)}
 
 {conclusion}
-
-{level_table(levels, REFERENCE) if levels else ""}
 
 {lost_table(lost) if lost else ""}""".rstrip())
 
