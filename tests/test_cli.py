@@ -83,6 +83,7 @@ def test_defaults_are_those_of_the_options():
     (["generate", "hi", "--tree", "60"], "a tree must be total_tokens,depth,top_k"),
     (["generate", "hi", "--max-tokens=5"], "--max-tokens: use --max-new-tokens"),
     (["generate", "hi", "--model", "M"], "--model: use --target"),
+    (["serve", "--remember", "1000"], "--remember: use --reference"),
     (["generate"], "PROMPT"),
 ])
 def test_what_is_wrong_ends_with_status_2_and_says_what(argv, said, capsys):

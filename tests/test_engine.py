@@ -643,7 +643,7 @@ def test_every_request_ends_whatever_fails(place, monkeypatch):
     ({"tree": eagle_fsd.TreeConfig(4, 2, 2), "threshold": 0.5}, ValueError, "tree of a fuzzy request must be"),
     ({"tree": eagle_fsd.TreeConfig(400, 20, 20)}, ValueError, "tree is too large here"),
     ({"logits_processor": 5}, TypeError, "logits_processor must be a list"),
-    ({"pool": ["mine"]}, TypeError, "pool must be a string or None, got \\['mine'\\]"),
+    ({"pool": "mine"}, TypeError, "unknown option 'pool'; use reference="),
 ], ids=readable)
 def test_bad_requests(options, error, message):
     with eagle_fsd.Engine(model()) as engine:
@@ -660,6 +660,10 @@ def test_bad_engines():
                              ({"max_tokens": 5}, "max_tokens must be at least 14"),
                              ({"max_tokens": "1000"}, "max_tokens must be an int, got '1000'"),):
         with pytest.raises(ValueError, match=message):
+            eagle_fsd.Engine(model(), **options)
+    for options, message in (({"remember": 1000}, "unknown option 'remember'; use reference="),
+                             ({"rows": 1}, "unknown option 'rows'; did you mean 'max_rows'?|accepted: max_rows, ")):
+        with pytest.raises(TypeError, match=message):
             eagle_fsd.Engine(model(), **options)
 
 

@@ -1,16 +1,14 @@
-"""Copies from the text at the endpoint: predictions, remembered answers, and what is told of them."""
+"""Copies from the text at the endpoint: predictions, and what is told of them."""
 
 import functools
 
-import httpx
 import openai
 import pytest
 from served import here
 from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.batching.remembered import Remembered
-from eagle_fsd.drafting.copies import MOST_NODES, SEPARATOR
+from eagle_fsd.drafting.copies import MOST_NODES
 from eagle_fsd.drafting.sizing import Auto
 from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
@@ -37,11 +35,7 @@ def server(request):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return of(server)
-
-
-def of(server, key="none"):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def asked(client, **changed):
@@ -161,109 +155,6 @@ def test_completions_take_a_reference(client):
 def test_what_a_request_says_goes_before_the_servers_own(defaults, given, expected):
     found = options_over(defaults, given)
     assert (found.text_drafts, found.references) == expected
-
-
-# Remembered answers -----------------------------------------------------------------------------------------------
-
-
-def cost(usage):
-    return usage.model_extra["target_forwards"], usage.model_extra["proposed_by"]
-
-
-def test_an_answer_is_copied_from_by_those_who_show_the_same_key():
-    with here(pair_of(False), remember=1000) as server:
-        first, other, nobody = of(server, "first"), of(server, "other"), httpx.Client(base_url=server.url)
-        text, usage = asked(first)
-        again, later = asked(first)
-        assert again == text and cost(later)[0] < cost(usage)[0]
-        assert later.model_extra["accepted_by"]["text"] > usage.model_extra["accepted_by"]["text"]
-        for _ in range(2):  # nobody else had it; then the other one has it too
-            costs = [cost(asked(other)[1]), cost(openai.types.CompletionUsage(
-                **nobody.post("/v1/chat/completions", json=OPTIONS).json()["usage"]))]
-            assert costs == [cost(usage)] * 2
-            usage = later
-
-
-def test_not_by_a_fuzzy_request_nor_without_copies():
-    """A fuzzy text may depend on what is drafted. Its answer may be copied from."""
-    with here(pair_of(False), remember=1000) as server:
-        client = of(server)
-        fuzzy, off = asked(client, extra_body=FUZZY), asked(client, extra_body=OFF)
-        assert fuzzy[0] == off[0]  # without a head nothing passes this rule's gate
-        usage = asked(client)[1]
-        assert cost(asked(client, extra_body=FUZZY)[1]) == cost(fuzzy[1])
-        assert cost(asked(client, extra_body=OFF)[1]) == cost(off[1])
-        assert cost(usage)[0] < cost(fuzzy[1])[0]
-
-
-def test_nothing_is_remembered_unless_it_is_asked_for():
-    with here(pair_of(False)) as server:
-        client = of(server)
-        assert cost(asked(client)[1]) == cost(asked(client)[1])
-    with eagle_fsd.Engine(pair_of(False), remember=1000) as engine:
-        first, again = (engine.submit(CHAT, max_new_tokens=40, **DRAWN).result() for _ in range(2))
-        assert again.stats.accepted_lengths == first.stats.accepted_lengths
-        ticket = engine.submit(CHAT, max_new_tokens=400, pool="mine", **DRAWN)
-        next(iter(ticket))
-        ticket.cancel()
-        assert ticket.result().finish_reason == "cancelled"
-        mine = [engine.submit(CHAT, max_new_tokens=40, pool="mine", **DRAWN).result() for _ in range(2)]
-        assert mine[0].stats.accepted_lengths == first.stats.accepted_lengths
-        assert mine[1].stats.target_forwards < first.stats.target_forwards
-    with pytest.raises(ValueError, match="remember must be at least 0"):
-        eagle_fsd.Engine(pair_of(False), remember=-1)
-
-
-def texts(remembered, pool):
-    """The answers that can be copied from, oldest first."""
-    return [answer for index in reversed(remembered.of(pool)) for answer in split(index.tokens)]
-
-
-def split(tokens):
-    ends = [at for at, token in enumerate(tokens) if token == SEPARATOR]
-    return [tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
-
-
-def test_the_bound_is_kept_and_the_oldest_go_first():
-    remembered = Remembered(40)
-    for number in range(30):
-        remembered.add("one", [number] * 4)
-        assert remembered.size == sum(len(index.tokens) for index in remembered.of("one")) <= 40
-        held = texts(remembered, "one")
-        assert held == [[each] * 4 for each in range(number + 1 - len(held), number + 1)]
-        assert len(held) == number + 1 if number < 8 else len(held) >= 6  # at least 3 of 4 parts
-    remembered.add("one", [7] * 40)  # longer than all that may be
-    assert texts(remembered, "one") == held
-    remembered.add("one", [7] * 39)
-    assert texts(remembered, "one") == [[7] * 39]
-    nothing = Remembered(0)
-    nothing.add("one", [])
-    assert not nothing.pools
-
-
-def test_pools_are_apart_and_the_one_that_rests_goes_first():
-    remembered = Remembered(40)
-    for pool in ("one", "two", "one"):
-        remembered.add(pool, [len(pool), remembered.size, 5, 5])
-    assert texts(remembered, "one") == [[3, 0, 5, 5], [3, 10, 5, 5]] and texts(remembered, "two") == [[3, 5, 5, 5]]
-    assert remembered.of("three") == []
-    for number in range(6):
-        remembered.add("one", [number] * 4)
-    assert remembered.of("two") == [] and list(remembered.pools) == ["one"] and remembered.size <= 40
-    for number in range(100):
-        remembered.add(str(number), [number])
-    assert list(remembered.pools) == [str(number) for number in range(80, 100)]
-
-
-def test_an_answer_that_comes_again_is_new_again():
-    remembered = Remembered(40)
-    for number in (1, 1, 2, 1):
-        remembered.add("one", [number] * 4)
-    assert texts(remembered, "one") == [[1] * 4, [2] * 4]
-    for number in (3, 4, 1, 5, 6, 7, 8):
-        remembered.add("one", [number] * 4)
-    held = texts(remembered, "one")
-    assert [1] * 4 in held and [2] * 4 not in held
 
 
 # Room -------------------------------------------------------------------------------------------------------------

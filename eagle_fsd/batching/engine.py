@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import LogitsProcessor
 
@@ -15,7 +15,7 @@ from ..inputs.prompts import encode_prompt
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
-from ..options.keywords import GenerateKeywords, lists_options
+from ..options.keywords import GenerateKeywords, lists_options, unknown_option
 from ..utils.checks import OptionError, require_integer
 from .loop import Loop
 from .rows import EngineStats, Rows
@@ -43,8 +43,6 @@ class Engine:
         prefill_chunk: maximum number of prompt tokens that are processed between two cycles.
         prefixes: number of recent texts whose caches are kept for prompts with the same beginning (0: none). They take
             at most half of `max_tokens` in addition.
-        remember: number of tokens of recent answers that are kept as a source of drafts for requests of the same pool
-            (0: none), see `submit`. Each takes some 200 bytes.
         tree: the draft tree of every request. None: each cycle uses the fastest tree for its number of rows, or none.
             Fuzzy texts then depend on the other requests of the batch. The tree is fixed to the default tree for a
             pair that was loaded with a `tree` other than "auto".
@@ -60,13 +58,14 @@ class Engine:
 
     def __init__(
         self, model: EagleModel, *, max_rows: int = 8, max_tokens: int | None = None, max_waiting: int = 64,
-        prefill_chunk: int = 512, prefixes: int = 8, remember: int = 0, tree: TreeConfig | None = None,
+        prefill_chunk: int = 512, prefixes: int = 8, tree: TreeConfig | None = None, **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            raise TypeError(unknown_option(next(iter(unknown)), list(Engine.__init__.__kwdefaults__)))
         if not isinstance(model, EagleModel):
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
         for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
-                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0),
-                                   ("remember", remember, 0)):
+                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0)):
             require_integer(name, value, least)
         if max_tokens is not None:
             require_integer("max_tokens", max_tokens, 1)
@@ -75,7 +74,7 @@ class Engine:
         self.model = model
         chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or model.default_tree)
-        self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes, remember=remember)
+        self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         # If the target does not split prompts, its keys depend on the number of positions in a forward.
         self._loop = Loop(self._rows, max_waiting, prefill_chunk if model.target.splits_prefill else 1 << 62)
@@ -118,7 +117,7 @@ class Engine:
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
         logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
-        pool: str | None = None, fit: bool = False, **keywords: Unpack[GenerateKeywords],
+        fit: bool = False, **keywords: Unpack[GenerateKeywords],
     ) -> Ticket:
         """Submit a request, from any thread. The call checks everything and does not block.
 
@@ -127,8 +126,6 @@ class Engine:
             options: a `GenerateOptions`. Keywords override its fields. Rows share one tree: its `tree` need not be
                 used, and must be the engine's tree for a fuzzy request if that is fixed.
             logits_processor, stopping_criteria: as in `generate`. The engine's thread calls them.
-            pool: name of a pool of remembered answers, such as those of a user. The answer is added to the pool, and
-                if the request is lossless its drafts are copied from the others as well. None: neither.
             fit: lower `max_new_tokens` to the end of the context, or to a row's share of `max_tokens`, so that
                 `max_rows` such requests fit at once. A prompt that takes about all of the share gets 256 new tokens.
 
@@ -137,15 +134,13 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        if not (pool is None or isinstance(pool, str)):
-            raise TypeError(f"pool must be a string or None, got {pool!r}")
         options = with_options(options, keywords)
         self._check_tree(options)
         ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._fitting(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._rows.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer, request.stops, pool)
+        ticket = Ticket(request, self.model.tokenizer, request.stops)
         self._loop.add(request, ticket)
         return ticket
 

@@ -27,7 +27,6 @@ from ..drafting.sizing import Auto, Drafting, Fixed
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
 from .prefixes import Prefixes
-from .remembered import Remembered
 from .tickets import Ticket
 
 log = logging.getLogger(__name__)
@@ -97,12 +96,10 @@ class Rows:
         most: maximum number of rows.
         positions: capacity of the caches, rows times the length of the longest one; None: as many as fit in memory.
         kept: number of recent rows whose caches are kept for prompts with the same beginning.
-        remember: number of tokens of recent answers that are kept.
     """
 
     def __init__(
         self, model: EagleModel, tree: TreeConfig | None, *, most: int, positions: int | None, kept: int,
-        remember: int = 0,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
         # The most positions that a cycle takes in the target's cache and in the draft's, besides the text.
@@ -113,7 +110,6 @@ class Rows:
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
         self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         self.prefixes = Prefixes(kept, self.positions // 2)
-        self.remembered = Remembered(remember)
         self.prefilling: Decoder | None = None  # of the prompt in progress
         drafting = Drafting(self._choice)
         self.decoder: Decoder | None = Decoder(model.target, model.draft, [], drafting, captured=model.captured)
@@ -221,9 +217,6 @@ class Rows:
         ticket = self.live[request]()
         if ticket is not None:
             ticket.begin()
-            # Not for fuzzy requests: their text may depend on the drafts, and must not depend on other requests.
-            if ticket.pool is not None and request.text_source is not None and request.params.lossless:
-                request.text_source.add_texts(self.remembered.of(ticket.pool))
         try:
             self._make_room([*self.requests, request])
             target, head, length = self.model.target, self.model.draft, len(request.prompt)
@@ -326,8 +319,6 @@ class Rows:
         release_frames(request.error)
         ticket = reference()
         if ticket is not None:
-            if ticket.pool is not None and request.reason not in ("cancelled", "error"):
-                self.remembered.add(ticket.pool, request.answer)
             ticket.end(request)
 
     def fail(self, error: BaseException) -> None:

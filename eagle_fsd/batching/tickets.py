@@ -48,7 +48,6 @@ class Ticket:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        pool: pool of remembered answers, see `Engine.submit`.
         seed: seed of the sampling noise.
         stops: strings that end the answer.
         cancelled: whether `cancel` was called.
@@ -57,12 +56,8 @@ class Ticket:
         total_seconds: from `submit` to the end; None: it has not ended.
     """
 
-    def __init__(
-        self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str],
-        pool: str | None = None,
-    ) -> None:
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]) -> None:
         self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.params.seed, False
-        self.pool = pool
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None

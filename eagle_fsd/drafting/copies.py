@@ -183,10 +183,6 @@ class TextSource:
         self.index.extend(tokens)
         self.proposed: Copies | None = None  # in this cycle
 
-    def add_texts(self, texts: Sequence[TextIndex]) -> None:
-        """Copy from these texts as well."""
-        self.others = [*self.others, *texts]
-
     def propose(self, forced: Copies | None = None, room: int = 256) -> Copies | None:
         """Copies that may follow the text; None if nothing is likely enough.
 

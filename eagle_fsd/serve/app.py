@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
@@ -64,12 +63,11 @@ class Service:
         self.root = str(next(iter(also), name))
         self.metrics = Metrics(engine, name)
 
-    async def submit(self, body: AnswerRequest, options: GenerateOptions, pool: str) -> list[Ticket]:
+    async def submit(self, body: AnswerRequest, options: GenerateOptions) -> list[Ticket]:
         """Submit all choices of a request, or none, and return a ticket for each.
 
         Args:
             options: those of the request.
-            pool: requests of one pool copy drafts from each other's remembered answers.
 
         Raises:
             Refusal: the request is invalid, or the server cannot take it now.
@@ -86,7 +84,7 @@ class Service:
             for number in range(count):
                 own = options if options.seed is None else replace(options, seed=options.seed + number)
                 prompt = prompts[number // (body.n or 1)]
-                tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own, pool=pool,
+                tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own,
                                                        fit=own.max_new_tokens == TO_THE_END))
         except (ValueError, TypeError, ImportError) as error:  # ImportError: an extra is not installed
             raise body.refusal(error) from error
@@ -175,11 +173,6 @@ def cancel(tickets: Sequence[Ticket]) -> None:
         ticket.cancel()
 
 
-def pool_of(request: Request) -> str:
-    """A hash of the API key: clients with the same key, or without one, share remembered answers."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
-
-
 async def respond(service: Service, request: Request, body: AnswerRequest) -> Response:
     """Answer a chat or a completion, whole or as a stream."""
     model, spell = service.engine.model, None
@@ -190,7 +183,7 @@ async def respond(service: Service, request: Request, body: AnswerRequest) -> Re
     if body.alternatives is not None:
         ends = tuple(sorted(end_tokens(model, chat=isinstance(body, ChatRequest))))
         spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)
-    tickets = await service.submit(body, options, pool_of(request))
+    tickets = await service.submit(body, options)
     try:
         formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]],
                               [body.splitter(model, ticket.stops) for ticket in tickets])

@@ -32,8 +32,6 @@ class ServeOptions:
         max_waiting: most requests that wait for a row; further ones get status 429.
         prefill_chunk: most prompt tokens prefilled between two decode cycles of other requests.
         prefixes: number of recent texts whose caches are kept for prompts with the same beginning; 0: none.
-        remember: tokens of recent answers kept in memory, from which later lossless answers with the same API key copy
-            drafts; 0: none, see docs/serving.md.
         read_seconds: seconds in which a request must arrive, head and body (else status 408).
         write_seconds: seconds in which a client must accept sent data before its connection is closed (Linux only).
         keep_alive_seconds: seconds after which an idle connection is closed. Clients reuse connections, so let it
@@ -54,7 +52,6 @@ class ServeOptions:
     max_waiting: int = 64
     prefill_chunk: int = 512
     prefixes: int = 8
-    remember: int = 0
     read_seconds: float = 20.0
     write_seconds: float = 30.0
     keep_alive_seconds: float = 75.0
@@ -68,7 +65,6 @@ class ServeOptions:
         for name in ("max_rows", "max_waiting", "prefill_chunk", "max_body", "max_connections"):
             require_integer(name, getattr(self, name), 1)
         require_integer("prefixes", self.prefixes, 0)
-        require_integer("remember", self.remember, 0)
         require_integer("port", self.port, 0, 65535)
         if self.max_tokens is not None:
             require_integer("max_tokens", self.max_tokens, 2)
@@ -80,7 +76,7 @@ class ServeOptions:
     @property
     def engine(self) -> dict[str, Any]:
         """The options that are arguments of `Engine`."""
-        names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes", "remember")
+        names = ("max_rows", "max_tokens", "max_waiting", "prefill_chunk", "prefixes")
         return {name: getattr(self, name) for name in names}
 
 
