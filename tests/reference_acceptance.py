@@ -89,11 +89,11 @@ class Reference:
 
     def walk(self):
         """(node, token, whether the token is exact, whether the budget is spent) of each step."""
-        path, v, closed, waiting, back = [], 0, False, 0, []
+        path, v, closed = [], 0, False
         while True:
             exact, (weights, goes_on) = self.exact_token(v), getattr(self, self.rule.name)(v)
             token = self.drawn(v, weights)
-            if not self.inside or waiting:
+            if not self.inside:
                 token, goes_on = exact, True
             regret = self.regret(v, token)
             if token != exact and regret > self.left:
@@ -104,13 +104,11 @@ class Reference:
                 self.left -= regret
             if token in self.marks:
                 self.inside = token == self.marks[0]
-            if token != exact and self.rule.window:  # tentative: `back` is the path without it
-                back, waiting = [*path, (v, exact, True, closed)], self.rule.window + 1
             path.append((v, token, token == exact, closed))
             child = next((c for c in self.children(v) if self.tokens[c] == token), None)
             if child is None or not goes_on:
-                return back if waiting else path
-            v, waiting = child, max(0, waiting - 1)
+                return path
+            v = child
 
     def regret(self, v, token):
         return max(self.raw[v]) - self.raw[v][token]
@@ -158,10 +156,6 @@ class Reference:
         both = zip(softmax(self.warped[v]), softmax(self.warped_draft[v]), strict=True)
         mixed = [(1 - self.threshold) * p + self.threshold * q for p, q in both]
         return [math.log(p) if p > 0 else -INF for p in mixed], True
-
-    def fly(self, v):
-        best = sorted(softmax(self.raw[v]), reverse=True)[:3]
-        return self.among(v, self.candidates(v) if entropy(best) >= 1 - self.threshold else [])
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold

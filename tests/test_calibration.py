@@ -278,9 +278,9 @@ def test_settings_are_rules_with_options():
     assert parse_setting("exact top_p=0.6") == ("exact top_p=0.6", {"acceptance": "exact", "top_p": 0.6})
     assert parse_setting("fsd 0.5 head_guard=none divergence=tv top_k=5")[1] == {
         "acceptance": "fsd", "threshold": 0.5, "head_guard": None, "divergence": "tv", "top_k": 5}
-    assert parse_setting("fly 0.7 tree=16,15,1")[1]["tree"] == eagle_fsd.TreeConfig(16, 15, 1)
+    assert parse_setting("fsd 0.2 tree=16,15,1")[1]["tree"] == eagle_fsd.TreeConfig(16, 15, 1)
     with pytest.raises(ValueError, match="a tree must be total_tokens,depth,top_k.*got '16,15'"):
-        parse_setting("fly 0.7 tree=16,15")
+        parse_setting("fsd 0.2 tree=16,15")
     for text in ("", "fsd x", "fsd 0.1 0.2", "fsd threshold=none"):
         with pytest.raises(ValueError, match="a setting must be"):
             parse_setting(text)

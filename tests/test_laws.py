@@ -202,29 +202,6 @@ def chi_square_fits(counts, law) -> bool:
     return chi_square < freedom + 3.5 * math.sqrt(2 * freedom)
 
 
-def fly_law(case, threshold):
-    """A path ends at the first draw that is no child. A draw among the children instead stands if a child follows."""
-    target, law = target_probs(case), Counter()
-    among = [{token: probs[token] / sum(probs[each] for each in children) for token in children}
-             for children, probs in zip(CHILDREN, target, strict=True)]
-    passes = [-sum(p * math.log(p) for p in sorted(case.raw[0, v].double().softmax(-1).tolist())[-3:]) >= 1 - threshold
-              for v in NODES]
-
-    def walk(v, prob, waiting, back):
-        """`back`: the segment that is emitted if the path ends while `waiting`."""
-        for token, p in enumerate(target[v]):
-            if token in CHILDREN[v]:
-                walk(CHILDREN[v][token], prob * p, max(0, waiting - 1), back)
-            elif waiting or not (passes[v] and CHILDREN[v]):
-                law[back if waiting else (*PATHS[v], token)] += prob * p
-            else:
-                for child, share in among[v].items():
-                    walk(CHILDREN[v][child], prob * p * share, 1, (*PATHS[v], token))
-
-    walk(0, 1.0, 0, ())
-    return dict(law)
-
-
 def fsd_law(case, threshold):
     """The target's law among the children where the divergence is small, and its own elsewhere."""
     law = []
@@ -238,12 +215,11 @@ def fsd_law(case, threshold):
 @pytest.mark.parametrize(
     ("name", "threshold", "options"),
     [("exact", 0.0, {}), ("fsd", 0.02, {"head_guard": None}), ("fsd", math.inf, {"head_guard": None}),
-     ("lenience", 0.4, {}), ("ensemble", 0.5, {}), ("fly", 0.5, {"window": 1})],
+     ("lenience", 0.4, {}), ("ensemble", 0.5, {})],
 )
 def test_walks_draw_the_law(name, threshold, options):
     draws, case = 20_000, case_of(10)
-    laws = {"fsd": fsd_law, "fly": fly_law}
-    law = laws[name](case, threshold) if name in laws else law_of(name, threshold, case, **options)
+    law = fsd_law(case, threshold) if name == "fsd" else law_of(name, threshold, case, **options)
     noise = gumbel_noise(torch.arange(draws), torch.arange(DEPTH + 1).expand(draws, -1), VOCAB)
     counts = Counter(tuple(step.token for step in steps) for steps in replace(
         case.take([0] * draws), gumbel=noise).walk(make_rule(name, threshold, **options)))

@@ -20,13 +20,13 @@ GUARDS = [{"head_guard": alpha} for alpha in (None, 0.0, 0.5, 0.9, 1.0)]
 THRESHOLDS = {  # one for each row of a batch
     "exact": (0.0, 0.0, 0.0, 0.0), "fsd": (0.02, 0.1, 0.4, math.inf), "fsd_paper": (0.02, 0.1, 0.4, math.inf),
     "typical": (0.0, 0.3, 0.7, 0.95), "lenience": (0.1, 0.5, 1.5, 50.0),
-    "relaxed": (0.1, 0.6, 1.5, 4.0), "ensemble": (0.1, 0.3, 0.7, 1.0), "fly": (0.2, 0.5, 0.8, 1.0),
+    "relaxed": (0.1, 0.6, 1.5, 4.0), "ensemble": (0.1, 0.3, 0.7, 1.0),
 }
 OPTIONS = {
     "exact": [{}], "fsd": [*GUARDS, *({**each, "head_guard": None} for each in DIVERGENCES)],
     "fsd_paper": [*GUARDS, *DIVERGENCES], "typical": GUARDS, "lenience": GUARDS,
     "relaxed": [*GUARDS, {"top": 2}, {"top": 2, "head_guard": None}],
-    "ensemble": [{}] * 4, "fly": [{"window": 1}, {"window": 1, "head_guard": 0.5}, {"window": 2}, {"window": 1}],
+    "ensemble": [{}] * 4,
 }
 
 
@@ -115,7 +115,7 @@ def test_cuda_walks_as_the_cpu(name, greedy):
 
 LOSSLESS_AT_ZERO = {"exact": (True, True), "fsd": (True, True), "fsd_paper": (False, False),
                     "typical": (False, False), "lenience": (True, True), "relaxed": (True, False),
-                    "ensemble": (True, True), "fly": (True, True)}  # greedy, sampling
+                    "ensemble": (True, True)}  # greedy, sampling
 
 
 @BOTH
@@ -144,7 +144,6 @@ MONOTONE = {  # rule: options, thresholds, whether also with noise and processor
             [0.001, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "fsd_paper": ([{}, {"head_guard": 0.5}], [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0, math.inf], True),
     "lenience": ([{}, {"head_guard": 0.5}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], True),
-    "fly": ([{"window": 1}, {"window": 2}], [0.01, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0], True),
     # Which child the target picks depends on which may be taken; without noise it is its best, which passes first.
     "typical": ([{}, {"head_guard": None}], [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99], False),
     "relaxed": ([{}, {"top": 3}], [0.001, 0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 50.0], False),
@@ -197,7 +196,8 @@ def test_options_reach_the_rule():
     ("arguments", "error", "message"),
     [
         ({"rule": "magic"}, ValueError, "unknown rule 'magic'; accepted: exact, fsd, fsd_paper, typical, .*function$"),
-        ({"rule": "tilt", "threshold": 1.0}, ValueError, "rule 'tilt' was removed; use 'fsd'"),
+        ({"rule": "tilt", "threshold": 1.0}, ValueError, "rule 'tilt', which was removed: use 'fsd'"),
+        ({"rule": "fly"}, ValueError, "rule 'fly', which was removed: use 'fsd', .*; accepted: exact, fsd, "),
         ({"rule": 3}, TypeError, "a rule is a name, a rule or a function, got 3"),
         ({"rule": RULES["fsd"]}, TypeError, "a rule is a name, a rule or a function"),
         ({"rule": "exact", "threshold": 0.1}, ValueError, r"rule 'exact' must be 0, got 0.1"),
@@ -209,7 +209,6 @@ def test_options_reach_the_rule():
         ({"rule": "fsd", "divergence": "jsd"}, ValueError, "unknown divergence 'jsd'; accepted: kl"),
         ({"rule": "typical", "divergence": "js"}, ValueError, "has no option 'divergence'; accepted: threshold"),
         ({"rule": "ensemble", "threshold": 1.5}, ValueError, r"rule 'ensemble' must lie in \[0, 1\], got 1.5"),
-        ({"rule": "fly", "window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"rule": "relaxed", "top": 0}, ValueError, "top must be at least 1, got 0"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": "typical", "head_guard": 1.1}, ValueError, r"head_guard must lie in \[0, 1\], got 1.1"),
@@ -261,3 +260,9 @@ def test_a_rule_of_ones_own_decodes():
     assert fuzzy.any() and (second[fuzzy] > 0.9 * best[fuzzy]).all()
     assert [each.regret for each in mars.receipts] == pytest.approx((fuzzy * (best - second)).tolist(), abs=1e-4)
     assert answer(MARS(0.1), threshold=0.0).token_ids == answer(MARS(0.1), budget=0).token_ids == exact.token_ids
+
+
+@pytest.mark.parametrize("name", ["window"])
+def test_what_a_rule_of_ones_own_no_longer_may_have_is_refused(name):
+    with pytest.raises(TypeError, match=f"rule 'mars' has '{name}', which was removed: "):
+        type("Earlier", (MARS,), {name: 1})(0.1)

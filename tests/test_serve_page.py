@@ -35,7 +35,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
     ({"threshold": 0.5, "head_guard": None}, (0.5, 1.0, 0.0, 1024)),
     ({"acceptance": "typical", "temperature": 2.0}, (0.0, 0.7, 2.0, 1024)),
     ({"acceptance": "exact", "threshold": 0.0, "max_new_tokens": 5000}, (0.0, 1.0, 0.0, 5000)),
-    ({"acceptance": "fly", "threshold": 0.5}, (0.5, 1.0, 0.0, 1024)),  # has no guard by default
+    ({"acceptance": "fsd_paper", "threshold": 0.5}, (0.5, 1.0, 0.0, 1024)),  # has no guard by default
     ({"threshold": float("inf"), "head_guard": 0.33, "max_new_tokens": 9}, (1e6, 0.33, 0.0, 9)),
 ])
 def test_whatever_the_server_was_started_with_is_among_the_settings(defaults, shown):

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -83,7 +82,6 @@ def test_noise_decides_and_nodes_of_one_depth_share_it():
         ("typical", 0.0, {}, [0, 2], [2]),  # p = 0.24 and 0.06, the bar is at 0.3 exp(-H) = 0.04 at the root
         ("lenience", 5.0, {}, [0], []),  # greedy: exact
         ("ensemble", 0.9, {}, [0], []),  # the draft is uniform, so that the target's best stays the best
-        ("fly", 1.0, {"window": 1}, [0], []),  # the target draws 0 after 7, and 3 was drafted
     ],
 )
 def test_fuzzy_greedy_walks(name, threshold, options, path, fuzzy):
@@ -123,61 +121,6 @@ def test_ties_go_to_the_first_token(best, threshold, step):
     case.raw[0, 0, [3, 7]] = 2.0
     steps = replace(case, warped=case.raw).walk(make_rule("fsd", threshold))[0]
     assert (steps[0].token, [each.node for each in steps][:2]) == step
-
-
-# --- tentative steps -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("best", "window", "path", "tokens"),
-    [
-        ([5, 2, 3, 0, 0, 6], 1, [0, 2, 5], [7, 3, 6]),  # 7 is kept, since the target draws 3 after it
-        ([5, 2, 0, 0, 0, 6], 1, [0], [5]),
-        ([5, 2, 3, 0, 0, 6], 2, [0], [5]),  # nothing was drafted after 3
-        ([3, 5, 0, 0, 8, 0], 1, [0, 1], [3, 5]),  # 9 is a leaf
-    ],
-)
-def test_a_tentative_step_is_cut_back_unless_the_target_agrees_with_what_follows(best, window, path, tokens):
-    steps = picture(best, second={0: 7, 1: 9}).walk(make_rule("fly", 1.0, window=window))[0]
-    assert ([step.node for step in steps], [step.token for step in steps]) == (path, tokens)
-    assert steps[-1].is_exact and steps[-1].logit == 2 and steps[-1].regret == 0
-
-
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampling"])
-def test_cut_paths_equal_the_reference(greedy):
-    """Rows with budgets and marks of their own."""
-    seen = Counter()
-    for seed, window in itertools.product(range(24), (1, 2)):
-        case, budgets = random_case(seed, greedy, nodes=16, gap=0.4), [math.inf, 2.0, 0.7, math.inf]
-        inside, marks = [True, True, True, False], [(-1, -1), (3, 5), (-1, -1), (7, 2)]
-        within = Within(torch.tensor(inside), *torch.tensor(marks).unbind(1))
-        rule = make_rule("fly", 0.6, window=window)
-        at_once = case.walk(replace(rule, window=0), left=budgets, within=within)
-        for row, steps in enumerate(case.walk(rule, left=budgets, within=within)):
-            expected = Reference(rule, case, row, 0.6, budgets[row], inside[row], marks[row]).walk()
-            assert [(step.node, step.token, step.is_exact, step.closed) for step in steps] == expected
-            assert all(step.logit == case.warped[row, step.node, step.token] for step in steps)
-            seen["cut"] += len(steps) < len(at_once[row])
-            seen["kept"] += any(not step.is_exact for step in steps)
-    assert min(seen.values()) > 9
-
-
-@pytest.mark.parametrize("mode", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_what_is_cut_back_costs_nothing(pair, mode):
-    """Budget, marks and caches go on from what was emitted."""
-    def answer(rule, **options):
-        return eagle_fsd.generate(PROMPT, pair, acceptance=rule, max_new_tokens=36, tree=TREE, text_drafts="off",
-                                  **options, **mode)
-
-    exact = answer("exact")
-    for options in ({}, {"fuzzy_within": (PROMPT[-1], exact.token_ids[9])}, {"budget": 0.01}):
-        never = answer(make_rule("fly", 1.0, window=9), **{"budget": 99.0, **options})
-        assert never.token_ids == exact.token_ids and never.stats.budget_spent == 0
-    output = answer(make_rule("fly", 1.0, window=1), budget=99.0)
-    sources = [receipt.source for receipt in output.receipts]
-    assert all(after == "exact" for source, after in itertools.pairwise(sources) if source == "fuzzy")
-    paid = sum(receipt.regret for receipt in output.receipts if receipt.source == "fuzzy")
-    assert output.stats.budget_spent == pytest.approx(paid) and paid > 0 and output.stats.exact_from is None
 
 
 # --- users' functions ----------------------------------------------------------------------------

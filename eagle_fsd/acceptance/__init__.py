@@ -16,7 +16,6 @@ RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "lenience": "Lenience",
     "relaxed": "Relaxed",
     "ensemble": "Ensemble",
-    "fly": "Fly",
 }
 
 __all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"]

@@ -11,7 +11,10 @@ from .rule import Custom, Rule
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
 }
-REMOVED = {"tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)"}  # earlier rules
+REMOVED = {  # rules of earlier versions: what to use instead
+    "tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)",
+    "fly": "'fsd', which was as fast (docs/results/tried.md)",
+}
 
 
 def make_rule(
@@ -39,11 +42,12 @@ def make_rule(
     if options.get("head_guard", 0) is None and not hasattr(known, "head_guard"):
         del options["head_guard"]  # such a rule has no guard anyway
     if isinstance(rule, str):
-        if rule in REMOVED:
-            raise ValueError(f"rule {rule!r} was removed; use {REMOVED[rule]}")
         if rule not in RULES:
-            raise OptionError("acceptance", problem=f"names the unknown rule {rule!r}; accepted: {', '.join(RULES)}, a "
-                              "rule or a function")
+            problem = f"unknown rule {rule!r}"
+            if rule in REMOVED:
+                problem = f"rule {rule!r}, which was removed: use {REMOVED[rule]}"
+            raise OptionError("acceptance", problem=f"names the {problem}; accepted: {', '.join(RULES)}, a rule or a "
+                              "function")
         rule = RULES[rule]()
     elif not isinstance(rule, Rule):
         if isinstance(rule, type) or not callable(rule):

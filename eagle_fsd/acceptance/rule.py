@@ -18,6 +18,9 @@ from ..drafting.coupling import NOISE_WEIGHT
 from ..utils.checks import check_interval
 from .nodes import Nodes, TokenWeights, Weights
 
+REMOVED = {  # attributes of rules of earlier versions: what to use instead
+    "window": "no token is tentative now: decide at its node, or limit the regret by budget=",
+}
 HEAD_GUARD = 0.7  # default of gating rules, which would otherwise accept tokens of any probability (docs/fuzzy.md)
 
 
@@ -35,12 +38,14 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
     threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
-    window: ClassVar[int] = 0  # above 0: fuzzy tokens are tentative, see `walk.descend`
     mixes_draft: ClassVar[bool] = False  # whether it reads `Nodes.warped_draft`
 
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in REMOVED:
+            if hasattr(self, name):
+                raise TypeError(f"rule {self.name!r} has {name!r}, which was removed: {REMOVED[name]}")
         check_interval("threshold", self.threshold, *self.threshold_limit, of=f"of rule {self.name!r} ")
 
     @abstractmethod

@@ -90,7 +90,7 @@ class Level(NamedTuple):
     node: Tensor  # long
     token: Tensor  # long
     exact: Tensor  # long, the target's own token
-    logits: Tensor | None  # [B, 2], logits of `token` and `exact` after all processors; None: the raw ones
+    logit: Tensor | None  # of `token`, after all processors; None: the raw one
     divergence: Tensor  # float64
     closed: Tensor  # bool
     going: Tensor  # bool, rows that reached this depth
@@ -107,10 +107,7 @@ def walk(
     """
     levels = verified.tree.max_depth + 1
     walked = descend(rule, verified, threshold, left, within, levels, early=verified.raw.is_cpu)
-    cut = cut_of(walked, rule.window)
-    for row in [row for row in verified.errors if cut[row] < walked.going[row].sum()]:
-        del verified.errors[row]  # at a node after a tentative token: its text is not emitted
-    integers, numbers, logprobs = emitted(walked, cut, verified.raw)
+    integers, numbers, logprobs = emitted(walked, verified.raw)
     # The only wait: two small transfers, of integers and flags, and of numbers.
     parts = integers.tolist(), numbers.tolist()
     return steps_of(*parts, *([part.tolist() for part in reversed(logprobs.topk(top))] if top else ()))
@@ -122,10 +119,7 @@ def descend(
 ) -> Level:  # [B, P]
     """The walk at this many depths. Does not wait for the device, unless it may end `early`, with the last row.
 
-    Where the rule does not decide, the target's own token is emitted. If the rule has a window (`Rule.window`), a fuzzy
-    token is tentative: it is accepted if the target's next `window` own tokens were drafted, and until then the rule
-    does not decide. A path that ends earlier is cut back to the tentative step (`cut_of`), where the target's own token
-    is emitted. So budget and marks count only emitted tokens.
+    Where the rule does not decide, the target's own token is emitted.
 
     Args:
         threshold: [B] float64.
@@ -157,8 +151,6 @@ def descend(
                 drawable = warped.maximum(nodes.warped_draft)
             weights = rule.weigh(nodes)
             drawn = weights.draw(nodes)
-            for tentative in walked[max(0, depth - rule.window) :]:
-                decided = decided & (tentative.token == tentative.exact)
             if within is not None:
                 decided = decided & within.inside_marks
             if budget.left is not None:
@@ -169,8 +161,8 @@ def descend(
             if within is not None:
                 within = within.after(token)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
-        logits = None if warped is raw and not rule.mixes_draft else drawable.gather(1, torch.stack([token, exact], 1))
-        walked.append(Level(node, token, exact, logits, divergence, budget.closed, going))
+        logit = None if warped is raw and not rule.mixes_draft else drawable.gather(1, token[:, None])[:, 0]
+        walked.append(Level(node, token, exact, logit, divergence, budget.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)
         if weights.stop is not None:
@@ -185,30 +177,18 @@ def descend(
     return Level(*(None if column[0] is None else torch.stack(column, 1) for column in columns))
 
 
-def cut_of(walked: Level, window: int) -> Tensor:  # [B] long
-    """The tentative step of paths whose window is incomplete, see `descend`; else the length of the path."""
-    lengths, place = walked.going.sum(1), torch.arange(walked.going.shape[1], device=walked.going.device)
-    if not window:
-        return lengths
-    last = torch.where(walked.going & (walked.token != walked.exact), place, -1 - window).amax(1)  # fuzzy step
-    return torch.where(lengths > last + window + 1, lengths, last)
-
-
 def emitted(
     walked: Level,  # [B, P]
-    cut: Tensor,  # [B] long, see `cut_of`
     logits: Tensor,  # [B, N, V]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The numbers of `Step`: node, token, is_exact, closed and whether the path has this step, [B, P, 5] long;
     divergence, logprob, regret and logit, [B, P, 4] float64; and the target's log-probabilities [B, P, V]."""
-    place = torch.arange(walked.node.shape[1], device=cut.device)
-    token = torch.where(place == cut[:, None], walked.exact, walked.token)
-    going = walked.going & (place <= cut[:, None])
-    raw = logits[torch.arange(len(cut), device=cut.device)[:, None], walked.node]  # [B, P, V]
+    token, rows = walked.token, torch.arange(len(logits), device=logits.device)[:, None]
+    raw = logits[rows, walked.node]  # [B, P, V]
     logprobs, own = raw.log_softmax(-1), raw.gather(-1, token[..., None])[..., 0]
     regret, logprob = raw.amax(-1) - own, logprobs.gather(-1, token[..., None])[..., 0]
-    logit = own if walked.logits is None else torch.where(token == walked.token, *walked.logits.unbind(-1))
-    integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, going], -1)
+    logit = own if walked.logit is None else walked.logit
+    integers = torch.stack([walked.node, token, token == walked.exact, walked.closed, walked.going], -1)
     return integers, torch.stack([walked.divergence, logprob.double(), regret.double(), logit.double()], -1), logprobs
 
 

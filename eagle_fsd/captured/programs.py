@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
-from ..acceptance.walk import Within, cut_of, descend, emitted
+from ..acceptance.walk import Within, descend, emitted
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import grow, rerank
@@ -151,7 +151,7 @@ def walk_and_keep(
     walked = descend(settings.rule, verified, buffers.threshold, left, within, path)
     if settings.marked:
         walked = walked._replace(divergence=walked.divergence.masked_fill(~fuzzy[:, None], math.nan))
-    integers, numbers, _ = emitted(walked, cut_of(walked, settings.rule.window), verified.raw)
+    integers, numbers, _ = emitted(walked, verified.raw)
     node, token, count = integers[..., 0], integers[..., 1], integers[..., 4].sum(1)
 
     # The first `count` slots of the path are kept; what is written after them is stale.

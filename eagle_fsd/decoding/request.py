@@ -246,8 +246,6 @@ class Request:
         if count + len(tokens) >= self.params.max_new_tokens or any(
                 token in self.params.eos_ids or token in self.params.stop_ids for token in tokens):
             return True
-        if self.params.rule.window:  # the tokens may be tentative
-            return False
         return any(self._stops_at(token, at) for at, token in enumerate(tokens, count + 1))
 
     def _stops_at(self, token: int, count: int) -> bool:

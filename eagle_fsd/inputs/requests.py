@@ -127,19 +127,14 @@ def warn_without_effect(model: EagleModel, options: GenerateOptions) -> None:
 
 
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
-    """Warn if the threshold has no effect, for example because the tree is too shallow for the rule's window; if no
-    divergence can exceed it; or if the divergence is infinite because the drafter lacks some tokens."""
+    """Warn if the threshold has no effect, if no divergence can exceed it, or if the divergence is infinite because the
+    drafter lacks some tokens."""
     drafted = isinstance(options.rule, FuzzyRule) or options.rule.mixes_draft
     if drafted and not options.lossless and (model.draft is None or rule is EXACT):
         model.warn_once("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
                         options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
                         else "without a drafter, because copies from the text are accepted exactly")
         return
-    if rule.window and not options.lossless and model.draft is not None:
-        tree = options.tree or (model.default_tree if model.sizing is None else model.sizing.largest)
-        if tree.depth <= rule.window:
-            model.warn_once("%s with a window of %d changes nothing on a tree of %d levels: it needs at least %d",
-                            rule.name, rule.window, tree.depth, rule.window + 1)
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
     if most is not None and most <= rule.threshold < math.inf and budget is None:

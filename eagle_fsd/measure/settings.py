@@ -68,7 +68,7 @@ class CalibrationOptions(ComparisonOptions):
 
     Args:
         settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
-            "fsd 0.3" "fsd 0.5 head_guard=none" "fly 0.7 tree=16,15,1" "exact top_p=0.6".
+            "fsd 0.3" "fsd 0.5 head_guard=none" "fsd 0.2 tree=16,15,1" "exact top_p=0.6".
         points: largest loss of accuracy of a recommended setting, in points.
         batch: number of questions to answer together, except the timed ones, with one tree (--tree, or the default of
             the device); 1: answer every question alone and time it.
@@ -87,7 +87,7 @@ class CalibrationOptions(ComparisonOptions):
 
 def parse_setting(text: str) -> tuple[str, dict[str, object]]:
     """Parse a setting into its name and options: a rule, its threshold, and other options of `generate`, such as
-    "fsd 0.3", "fsd 0.5 head_guard=none divergence=tv", "fly 0.7 tree=16,15,1" or "exact temperature=0.35 top_p=0.9".
+    "fsd 0.3", "fsd 0.5 head_guard=none divergence=tv", "fsd 0.2 tree=16,15,1" or "exact temperature=0.35 top_p=0.9".
 
     Raises:
         ValueError, TypeError: the text has another form, or an option is invalid.
