@@ -58,7 +58,7 @@ def frontier(file, tasks, rows, columns):
                                      squeeze=False)
     for axes, (title, (name, category, column, label)) in zip(panels.T.flat, tasks.items(), strict=True):
         for row in stored(name)[category]:
-            if row["method"].startswith("tilt"):
+            if row["method"].startswith(("tilt", "ensemble")):
                 continue  # removed since
             low, high = row["time_interval"]
             bars = {"xerr": [[row["time"] - low], [high - row["time"]]]}

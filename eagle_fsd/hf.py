@@ -43,7 +43,7 @@ OPTIONS = [name for name in GenerateOptions.names()
            if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
 ATTRIBUTE = "eagle_fsd_pair"  # of a model, see `CachedPair`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead
-    "assistant_ensemble_weight": 'acceptance="ensemble" with threshold = 1 - w draws from the same mixture',
+    "assistant_ensemble_weight": 'acceptance="fsd" with a threshold loosens verification instead',
     "speculation_type": "pass a head or a causal LM as draft=",
 }
 NOT_SYNCED = ("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and load the whole "

@@ -1,12 +1,10 @@
 """Random draft trees with logits and noise. B batch, N nodes, V vocabulary, R draft vocabulary."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, TemperatureLogitsWarper
 
 from eagle_fsd.acceptance import Rule
 from eagle_fsd.acceptance.walk import Step, walk
@@ -24,8 +22,6 @@ class Case:
     warped: Tensor  # [B, N, V]
     gumbel: Tensor | None = None  # [B, depth + 1, V]
     draft_tokens: Tensor | None = None  # [R]
-    warpers: Sequence[LogitsProcessor] = ()  # of other logits than `raw`, that is of the draft's
-    banned: Tensor | None = None  # [B, N, V] bool, their tokens of probability 0
     errors: dict[int, Exception] = field(default_factory=dict)
 
     @property
@@ -33,12 +29,7 @@ class Case:
         return self.gumbel is None
 
     def warp(self, raw, node, path, going) -> Tensor:
-        at = torch.arange(len(node), device=node.device), node
-        if torch.equal(raw, self.raw[at]):
-            return self.warped[at]
-        for warper in self.warpers:
-            raw = warper(None, raw)
-        return raw if self.banned is None else raw.masked_fill(self.banned[at], -math.inf)
+        return self.warped[torch.arange(len(node), device=node.device), node]
 
     def noise(self, depth: int) -> Tensor | None:
         return None if self.gumbel is None else self.gumbel[:, depth]
@@ -57,9 +48,9 @@ class Case:
 
     def take(self, rows: list[int]) -> "Case":
         """A case of these rows, which may repeat."""
-        gumbel, banned = (None if part is None else part[rows] for part in (self.gumbel, self.banned))
+        gumbel = None if self.gumbel is None else self.gumbel[rows]
         return replace(self, tree=self.tree.select(rows), draft_logits=[level[rows] for level in self.draft_logits],
-                       raw=self.raw[rows], warped=self.warped[rows], gumbel=gumbel, banned=banned, errors={})
+                       raw=self.raw[rows], warped=self.warped[rows], gumbel=gumbel, errors={})
 
     def to(self, device: str) -> "Case":
         tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}
@@ -136,4 +127,4 @@ def random_case(
     return Case(
         tree_from_parents(parents, tokens, scores, draft_rows), list(levels[:, :-1, :, names].unbind(1)), raw, warped,
         None if greedy else gumbel_noise(seed * batch + torch.arange(batch), positions, vocab_size),
-        None if named is None else names, () if greedy else (TemperatureLogitsWarper(temperature),), refused)
+        None if named is None else names)

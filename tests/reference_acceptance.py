@@ -3,8 +3,6 @@
 import math
 from functools import cached_property
 
-import torch
-
 INF = math.inf
 
 
@@ -62,12 +60,6 @@ class Reference:
             if at >= 0 and depth < len(case.draft_logits):
                 for token, logit in zip(names, case.draft_logits[depth][row, at].tolist(), strict=True):
                     self.draft[v][token] = logit
-        self.warped_draft = torch.tensor(self.draft)
-        for warper in case.warpers:
-            self.warped_draft = warper(None, self.warped_draft)
-        if case.banned is not None:
-            self.warped_draft = self.warped_draft.masked_fill(case.banned[row], -INF)
-        self.warped_draft = self.warped_draft.tolist()
 
     # --- the walk --------------------------------------------------------------------------------
 
@@ -148,14 +140,6 @@ class Reference:
     def fsd(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold
         return self.among(v, self.candidates(v) if passes else [])
-
-    def ensemble(self, v):
-        """w p + (1 - w) q of the processed distributions, where the draft has one."""
-        if not self.threshold or max(self.warped_draft[v]) == -INF:
-            return self.warped[v], True
-        both = zip(softmax(self.warped[v]), softmax(self.warped_draft[v]), strict=True)
-        mixed = [(1 - self.threshold) * p + self.threshold * q for p, q in both]
-        return [math.log(p) if p > 0 else -INF for p in mixed], True
 
     def fsd_paper(self, v):
         passes = self.children(v) and self.divergence(v) <= self.threshold

@@ -80,7 +80,6 @@ RULES = [
     {"threshold": 0.5, "head_guard": None, "budget": 0.5}, {"threshold": 0.6, "budget": 0},
     {"acceptance": "lenience", "threshold": 1.0}, {"acceptance": "typical", "threshold": 0.0},
     {"acceptance": "fsd_paper", "threshold": 0.4}, {"acceptance": "relaxed", "threshold": 3.0},
-    {"acceptance": "ensemble", "threshold": 0.6},
 ]
 OTHERS = [
     {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 4, "max_new_tokens": 9},

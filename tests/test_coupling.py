@@ -147,7 +147,6 @@ def test_lossless_rules_keep_the_targets_law_and_accept_more(children):
     (make_rule("fsd_paper", math.inf), 3, DRAFT.tolist()),  # its first child is one, as in the paper
     (make_rule("fsd", math.inf, head_guard=None), 2, law_of_two(TARGET.tolist(), SHARPER.tolist())),
     (make_rule("fsd", 1e-6, head_guard=None), 2, TARGET.tolist()),  # no gate passes
-    *((make_rule("ensemble", 0.3), children, (0.7 * TARGET + 0.3 * DRAFT).tolist()) for children in (1, 2)),
 ], ids=str)
 def test_other_rules_draw_their_law(rule, children, law):
     assert sum(law) == pytest.approx(1)

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import eagle_fsd
-from eagle_fsd import TreeConfig, custom_generate, hf
+from eagle_fsd import custom_generate, hf
 from eagle_fsd.captured.capture import uncollected
 from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.loading.pair import EagleModel
@@ -77,13 +77,6 @@ def test_sampling_uses_the_warpers_of_the_config(pair, ours):
         sequences = ours(do_sample=True, seed=seed, **options)
         expected = eagle_fsd.generate(PROMPT, pair, max_new_tokens=24, seed=seed, threshold=0.0, tree=TREE, **options)
         assert sequences[0, len(PROMPT) :].tolist() == expected.token_ids
-
-
-@pytest.mark.parametrize("options", [{"renormalize_logits": True}, {"eta_cutoff": 1e-3}], ids=readable)
-def test_processors_see_no_node_without_a_draft(ours, options):
-    """`ensemble` processes the draft's logits, too; at leaves of the tree there are none."""
-    options = {"do_sample": True, "seed": 2, "top_k": 0, "max_new_tokens": 60, "tree": TreeConfig(40, 3, 6)} | options
-    assert ours(acceptance="ensemble", threshold=0.3, **options).shape[1] == len(PROMPT) + 60
 
 
 def test_sampling_follows_the_global_seed(ours):
@@ -274,7 +267,7 @@ def test_criteria_that_keep_count_of_their_rows(target, ours):
     ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 16)}, ValueError, "inputs_embeds"),
     ({"return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores"),
     ({"draft_head": 5}, ValueError, "draft_head"),
-    ({"assistant_ensemble_weight": 0.7}, ValueError, 'assistant_ensemble_weight=0.7 .*acceptance="ensemble"'),
+    ({"assistant_ensemble_weight": 0.7}, ValueError, 'assistant_ensemble_weight=0.7 .*acceptance="fsd"'),
     *(({name: value}, ValueError, f"{name}= needs text_tokenizer=") for name, value in (
         ("reference", "a"), ("fuzzy_within", ("a", "b")), ("response_format", {"type": "json_object"}))),
 ], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")
@@ -423,7 +416,7 @@ def test_stop_strings_and_streamers_of_a_hub_repository(pair, target, hub, token
 
 def test_the_assistant_of_a_hub_repository_drafts(target, hub):
     small = small_model(target, num_hidden_layers=1)
-    options = {"acceptance": "ensemble", "threshold": 0.5, "tree": TREE, "max_new_tokens": 24}
+    options = {"acceptance": "fsd_paper", "threshold": 1.0, "tree": TREE, "max_new_tokens": 24}
     expected = eagle_fsd.generate(PROMPT, eagle_fsd.EagleModel.from_parts(target, small), **options).token_ids
     assert hub(assistant_model=small, **options)[0, len(PROMPT) :].tolist() == expected
     assert expected != hub(assistant_model=small)[0, len(PROMPT) :].tolist()
@@ -433,7 +426,7 @@ def test_the_assistant_of_a_hub_repository_drafts(target, hub):
     ({"draft": 5}, "both name the drafter"),
     ({"assistant_tokenizer": tiny_tokenizer()}, "the target's tokens, got assistant_tokenizer="),
     ({"num_assistant_tokens": 5}, "num_assistant_tokens: .* use tree= instead"),
-    ({"assistant_ensemble_weight": 0.7}, 'acceptance="ensemble"'),
+    ({"assistant_ensemble_weight": 0.7}, 'acceptance="fsd"'),
     ({"prompt_lookup_num_tokens": 3}, "a method of its own"),
     ({"synced_gpus": True}, "synced_gpus=True"),
 ], ids=lambda value: ", ".join(value) if isinstance(value, dict) else "")

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tiny import PROMPT, save_pair, small_model, tiny_chat_pair, tiny_target
+from tiny import PROMPT, save_pair, small_model, tiny_chat_pair
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
@@ -105,26 +105,6 @@ def test_assisted_generation_uses_both_models_as_they_are(two_models, packed):
     alone = hf_generate(two_models, stock=drafter)(PROMPT, 24).token_ids
     assert (mixed.token_ids != plain.token_ids) or alone == plain.token_ids
     assert len(mixed.accepted_lengths) <= len(plain.accepted_lengths)
-
-
-@pytest.mark.skipif(not hasattr(GenerationConfig(), "assistant_ensemble_weight"), reason="an older transformers")
-@pytest.mark.parametrize("share", [0.3, 0.9])
-def test_ensemble_on_a_chain_is_that_of_assisted_generation(share):
-    """From the first token on, which ours leaves to the target; with drafts of the same length."""
-    fuzzy = 0
-    for seed in range(3):
-        target = tiny_target(seed=seed)
-        pair = eagle_fsd.EagleModel.from_parts(target, small_model(target))
-        ours = eagle_fsd.generate(PROMPT, pair, acceptance="ensemble", threshold=share, max_new_tokens=50,
-                                  tree=eagle_fsd.TreeConfig(6, 5, 1), text_drafts="off")
-        pair.draft.model.generation_config.update(
-            num_assistant_tokens=5, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
-        ids = torch.tensor([PROMPT + ours.token_ids[:1]])
-        theirs = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=pair.draft.model,
-                                 max_new_tokens=49, do_sample=False, assistant_ensemble_weight=1 - share)
-        assert theirs[0, len(PROMPT) :].tolist()[:44] == ours.token_ids[:44]  # the last drafts may be cut
-        fuzzy += sum(receipt.source == "fuzzy" for receipt in ours.receipts)
-    assert fuzzy > 10
 
 
 def test_what_needs_a_draft_model_says_so(model):

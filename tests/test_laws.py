@@ -46,7 +46,7 @@ def case_of(seed: int, warpers: str = "temperature") -> Case:
     raw = 1.5 * torch.randn(1, len(NODES), VOCAB, generator=generator)
     draft = raw + 0.5 * torch.randn(raw.shape, generator=generator)
     return Case(tree_from_parents([PARENTS], [TOKENS]), [draft] * DEPTH, raw, warped(raw, warpers),
-                torch.zeros(1, DEPTH + 1, VOCAB), warpers=WARPERS[warpers])
+                torch.zeros(1, DEPTH + 1, VOCAB))
 
 
 def warped(raw, warpers):
@@ -61,7 +61,6 @@ class Steered(Rule):
     """Leads each row along the path to a node of its own, and keeps what a rule answers at each depth."""
 
     name: ClassVar[str] = "steered"
-    mixes_draft: ClassVar[bool] = True
     rule: Rule = None
     answers: list[tuple[Nodes, Weights | TokenWeights]] = field(default_factory=list)
 
@@ -170,24 +169,6 @@ def test_lenience_lifts_the_mass_of_the_children(warpers):
         assert drawn(law_of("lenience", threshold, case)) == approx(segment_law(lifted))
 
 
-@pytest.mark.parametrize("named", [None, [0, 2, 3, 5]], ids=["all tokens", "some tokens"])
-@pytest.mark.parametrize("warpers", WARPERS)
-def test_ensemble_draws_from_the_mixture(warpers, named):
-    """w p + (1 - w) q at nodes that the draft expanded, with or without children; p below them, and at node 2."""
-    case, names = case_of(9, warpers), named or list(range(VOCAB))
-    case.tree.draft_rows[0, 2] = -1
-    draft = torch.full_like(case.raw, -math.inf).index_copy(2, torch.tensor(names), case.draft_logits[0][..., names])
-    if named:
-        logits = [level[..., names] for level in case.draft_logits]
-        case = replace(case, draft_logits=logits, draft_tokens=torch.tensor(names))
-    draft_probs = warped(draft, warpers)[0].double().softmax(-1)
-    for threshold in (1e-6, 0.3, 1.0):
-        shares = [0.0 if v == 2 or len(PATHS[v]) == DEPTH else threshold for v in NODES]
-        mixed = [[(1 - share) * p + share * q for p, q in zip(*both, strict=True)]
-                 for share, *both in zip(shares, target_probs(case), draft_probs.tolist(), strict=True)]
-        assert drawn(law_of("ensemble", threshold, case)) == approx(segment_law(mixed))
-
-
 # --- the noise draws the laws --------------------------------------------------------------------
 
 
@@ -215,7 +196,7 @@ def fsd_law(case, threshold):
 @pytest.mark.parametrize(
     ("name", "threshold", "options"),
     [("exact", 0.0, {}), ("fsd", 0.02, {"head_guard": None}), ("fsd", math.inf, {"head_guard": None}),
-     ("lenience", 0.4, {}), ("ensemble", 0.5, {})],
+     ("lenience", 0.4, {})],
 )
 def test_walks_draw_the_law(name, threshold, options):
     draws, case = 20_000, case_of(10)

@@ -257,7 +257,6 @@ def test_lists_of_options_lead_to_the_engine(small, given):
 @pytest.mark.parametrize(("given", "said"), [
     ({"threshold": 0.3}, "fsd with threshold 0.3 changes nothing without a drafter"),
     ({"acceptance": "relaxed", "threshold": 2}, "relaxed with threshold 2 changes nothing without a drafter"),
-    ({"acceptance": "ensemble", "threshold": 0.3}, "ensemble with threshold 0.3 changes nothing without a drafter"),
     ({"threshold": 0.3, "speculative": False}, "changes nothing with speculative=False"),
     ({}, ""), ({"acceptance": "exact"}, ""), ({"acceptance": lambda nodes: nodes.warped}, ""),
     ({"top_p": 0.9}, "top_p= changes nothing at temperature 0: decoding is greedy"),
@@ -269,7 +268,7 @@ def test_lists_of_options_lead_to_the_engine(small, given):
     ({"reference": "abc", "speculative": False}, "reference= changes nothing with speculative=False"),
     ({"tree": TreeConfig(16, 5, 4), "speculative": False}, "tree= changes nothing with speculative=False"),
     ({"text_drafts": "off", "speculative": False}, ""),
-], ids=range(16))
+], ids=range(15))
 def test_an_option_that_changes_nothing_is_warned_of(small, caplog, given, said):
     pair = eagle_fsd.EagleModel.from_parts(small.target.model, None, small.tokenizer)
     eagle_fsd.generate(PROMPT, pair, max_new_tokens=2, **given)

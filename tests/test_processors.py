@@ -132,13 +132,6 @@ def test_a_grammar_holds_under_every_rule(rule, temperature, pair):
     assert len(output.token_ids) == NEW and legal(torch.tensor(PROMPT + output.token_ids))
 
 
-def test_ensemble_draws_what_the_drafts_truncated_distribution_keeps(pair):
-    """Of a single token each: where they differ, the target's truncation leaves the draft's token no probability."""
-    output = eagle_fsd.generate(PROMPT, pair, max_new_tokens=NEW, acceptance="ensemble", threshold=0.8, tree=TREE,
-                                temperature=1.0, top_k=1, seed=1, text_drafts="off")
-    assert len(output.token_ids) == NEW and any(receipt.source == "fuzzy" for receipt in output.receipts)
-
-
 def test_processors_that_keep_a_state_are_refused(pair):
     watermark = SynthIDTextWatermarkLogitsProcessor(
         ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=8, device="cpu")

@@ -20,13 +20,12 @@ GUARDS = [{"head_guard": alpha} for alpha in (None, 0.0, 0.5, 0.9, 1.0)]
 THRESHOLDS = {  # one for each row of a batch
     "exact": (0.0, 0.0, 0.0, 0.0), "fsd": (0.02, 0.1, 0.4, math.inf), "fsd_paper": (0.02, 0.1, 0.4, math.inf),
     "typical": (0.0, 0.3, 0.7, 0.95), "lenience": (0.1, 0.5, 1.5, 50.0),
-    "relaxed": (0.1, 0.6, 1.5, 4.0), "ensemble": (0.1, 0.3, 0.7, 1.0),
+    "relaxed": (0.1, 0.6, 1.5, 4.0),
 }
 OPTIONS = {
     "exact": [{}], "fsd": [*GUARDS, *({**each, "head_guard": None} for each in DIVERGENCES)],
     "fsd_paper": [*GUARDS, *DIVERGENCES], "typical": GUARDS, "lenience": GUARDS,
     "relaxed": [*GUARDS, {"top": 2}, {"top": 2, "head_guard": None}],
-    "ensemble": [{}] * 4,
 }
 
 
@@ -69,10 +68,7 @@ def compare(rule, case, thresholds, left, divergences=True):
             assert step.regret == pytest.approx(reference.regret(step.node, step.token), abs=1e-5)
             log_probs = case.raw[row, step.node].log_softmax(-1)
             assert step.logprob == pytest.approx(log_probs[step.token].item(), abs=1e-5)
-            logit = case.warped[row, step.node, step.token]
-            if rule.name == "ensemble":
-                logit = max(logit, reference.warped_draft[step.node][step.token])
-            assert step.logit == logit
+            assert step.logit == case.warped[row, step.node, step.token]
     return sum(not step.is_exact for steps in walks for step in steps)
 
 
@@ -114,8 +110,7 @@ def test_cuda_walks_as_the_cpu(name, greedy):
 # --- the ends of the threshold -------------------------------------------------------------------
 
 LOSSLESS_AT_ZERO = {"exact": (True, True), "fsd": (True, True), "fsd_paper": (False, False),
-                    "typical": (False, False), "lenience": (True, True), "relaxed": (True, False),
-                    "ensemble": (True, True)}  # greedy, sampling
+                    "typical": (False, False), "lenience": (True, True), "relaxed": (True, False)}  # greedy, sampling
 
 
 @BOTH
@@ -208,7 +203,7 @@ def test_options_reach_the_rule():
         ({"rule": "typical", "threshold": 1.0}, ValueError, r"\[0, 1\), got 1.0"),
         ({"rule": "fsd", "divergence": "jsd"}, ValueError, "unknown divergence 'jsd'; accepted: kl"),
         ({"rule": "typical", "divergence": "js"}, ValueError, "has no option 'divergence'; accepted: threshold"),
-        ({"rule": "ensemble", "threshold": 1.5}, ValueError, r"rule 'ensemble' must lie in \[0, 1\], got 1.5"),
+        ({"rule": "ensemble", "threshold": 0.3}, ValueError, "rule 'ensemble', which was removed: use 'fsd'"),
         ({"rule": "relaxed", "top": 0}, ValueError, "top must be at least 1, got 0"),
         ({"rule": "exact", "head_guard": 0.5}, ValueError, "'exact' has no option 'head_guard'"),
         ({"rule": "typical", "head_guard": 1.1}, ValueError, r"head_guard must lie in \[0, 1\], got 1.1"),
@@ -262,7 +257,7 @@ def test_a_rule_of_ones_own_decodes():
     assert answer(MARS(0.1), threshold=0.0).token_ids == answer(MARS(0.1), budget=0).token_ids == exact.token_ids
 
 
-@pytest.mark.parametrize("name", ["window"])
+@pytest.mark.parametrize("name", ["window", "mixes_draft"])
 def test_what_a_rule_of_ones_own_no_longer_may_have_is_refused(name):
     with pytest.raises(TypeError, match=f"rule 'mars' has '{name}', which was removed: "):
         type("Earlier", (MARS,), {name: 1})(0.1)

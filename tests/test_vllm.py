@@ -139,7 +139,7 @@ def test_what_can_be_served_is_taken():
     ({"extra": {"threshold": 0.3, "rule": "x"}}, "unknown rule 'x'; accepted: exact, fsd"),
     ({"extra": {"threshold": 0.3, "guard": 1}}, "no option 'guard'; accepted: threshold, head_guard, divergence"),
     ({"extra": {"rule": "typical"}}, "eagle_fsd_rule without eagle_fsd_threshold"),
-    ({"extra": {"threshold": 0.3, "rule": "ensemble"}}, "rule 'ensemble' is not served here"),
+    ({"extra": {"threshold": 0.3, "rule": "ensemble"}}, "rule 'ensemble', which was removed: use 'fsd'"),
     ({"method": "ngram"}, "which method 'ngram' does not provide"),
     ({"draft_sample_method": "probabilistic"}, "needs draft_sample_method greedy"),
     ({"drafts": False}, "needs drafts: start the server with --speculative-config"),

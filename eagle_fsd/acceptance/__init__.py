@@ -15,7 +15,6 @@ RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "typical": "Typical",
     "lenience": "Lenience",
     "relaxed": "Relaxed",
-    "ensemble": "Ensemble",
 }
 
 __all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"]

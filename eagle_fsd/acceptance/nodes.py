@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafting.largest import first_largest
-from .divergence import get_divergence, widen
+from .divergence import get_divergence
 
 
 class Weights(NamedTuple):
@@ -78,9 +78,6 @@ class Nodes:
     left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
     errors: dict[int, Exception]  # by row, raised by a user's function
-    # [B, V], the draft's logits after all processors, -inf where it predicted nothing; None: the draft expanded no node
-    # here, or the rule does not read these logits (`Rule.mixes_draft`).
-    warped_draft: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -92,12 +89,6 @@ class Nodes:
         if self.level_logits is None:
             return None
         return self.level_logits[torch.arange(len(self.raw), device=self.raw.device), self.draft_row]
-
-    @property
-    def draft_of_all(self) -> Tensor:
-        """[B, V]: `draft_logits`, with -inf for NaN, for tokens that it cannot name, and where `draft_row` is -1."""
-        wide = widen(self.draft_logits.float(), self.draft_tokens, self.raw.shape[-1])
-        return wide.masked_fill((self.draft_row < 0)[:, None] | wide.isnan(), -math.inf)
 
     def row(self, row: int) -> Nodes:
         """A single row, as a batch of one."""

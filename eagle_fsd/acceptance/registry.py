@@ -14,6 +14,7 @@ RULES: dict[str, type[Rule]] = {
 REMOVED = {  # rules of earlier versions: what to use instead
     "tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)",
     "fly": "'fsd', which was as fast (docs/results/tried.md)",
+    "ensemble": "'fsd', which was faster (docs/results/tried.md)",
 }
 
 

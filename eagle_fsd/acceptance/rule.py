@@ -20,6 +20,7 @@ from .nodes import Nodes, TokenWeights, Weights
 
 REMOVED = {  # attributes of rules of earlier versions: what to use instead
     "window": "no token is tentative now: decide at its node, or limit the regret by budget=",
+    "mixes_draft": "the draft's logits are not processed now: read `Nodes.draft_logits`",
 }
 HEAD_GUARD = 0.7  # default of gating rules, which would otherwise accept tokens of any probability (docs/fuzzy.md)
 
@@ -38,7 +39,6 @@ class Rule(ABC):
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
     threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
-    mixes_draft: ClassVar[bool] = False  # whether it reads `Nodes.warped_draft`
 
     threshold: float = 0.0
 

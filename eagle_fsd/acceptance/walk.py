@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,7 +54,7 @@ class Step(NamedTuple):
     divergence: float  # NaN: not computed
     logprob: float  # of the token, under the target at temperature 1
     regret: float  # the log-probability of the target's best token, less this one's
-    logit: float  # the token's logit after all processors; the draft's if that is larger and the rule mixes it in
+    logit: float  # of the token, after all processors
     # Whether a fuzzy token was rejected here or before because it cost more than was left.
     closed: bool
     top: Sequence[tuple[int, float]] = ()  # the target's best tokens with their log-probabilities
@@ -137,18 +136,12 @@ def descend(
         raw, children = verified.raw[rows, node], parents == node[:, None]
         warped, noise = verified.warp(raw, node, path, going), verified.noise(depth)
         exact = first_largest(warped if noise is None else warped + noise)
-        token, decided, weights, drawable = exact, everywhere, Weights(), warped
+        token, decided, weights = exact, everywhere, Weights()
         if not lossless:
             level_logits = verified.draft_logits[depth] if depth < len(verified.draft_logits) else None
             nodes = Nodes(raw, warped, noise, exact, tree.tokens, children, tree.by_drafter, tree.scores, level_logits,
                           tree.draft_rows[rows, node], verified.draft_tokens, threshold, budget.left, going,
                           verified.errors)
-            if rule.mixes_draft and level_logits is not None:
-                predicted = going & (nodes.draft_row >= 0)
-                known = torch.where(predicted[:, None], nodes.draft_of_all, raw)  # processors need a token to draw
-                known = verified.warp(known, node, path, predicted).masked_fill(~predicted[:, None], -math.inf)
-                nodes = replace(nodes, warped_draft=known)
-                drawable = warped.maximum(nodes.warped_draft)
             weights = rule.weigh(nodes)
             drawn = weights.draw(nodes)
             if within is not None:
@@ -161,7 +154,7 @@ def descend(
             if within is not None:
                 within = within.after(token)
         divergence = unknown if weights.divergence is None else weights.divergence.double()
-        logit = None if warped is raw and not rule.mixes_draft else drawable.gather(1, token[:, None])[:, 0]
+        logit = None if warped is raw else warped.gather(1, token[:, None])[:, 0]
         walked.append(Level(node, token, exact, logit, divergence, budget.closed, going))
         child = children & (tree.tokens == token[:, None])  # at most one: siblings differ in their token
         going = going & child.any(-1)

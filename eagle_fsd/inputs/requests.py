@@ -129,8 +129,7 @@ def warn_without_effect(model: EagleModel, options: GenerateOptions) -> None:
 def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
     """Warn if the threshold has no effect, if no divergence can exceed it, or if the divergence is infinite because the
     drafter lacks some tokens."""
-    drafted = isinstance(options.rule, FuzzyRule) or options.rule.mixes_draft
-    if drafted and not options.lossless and (model.draft is None or rule is EXACT):
+    if isinstance(options.rule, FuzzyRule) and not options.lossless and (model.draft is None or rule is EXACT):
         model.warn_once("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
                         options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
                         else "without a drafter, because copies from the text are accepted exactly")

@@ -60,8 +60,6 @@ def check_request(params: object, speculative: object | None, on_cpu: bool) -> N
     rule = read_rule(params.extra_args)
     if rule is None:
         return
-    if rule.mixes_draft:
-        raise ValueError(f"rule {rule.name!r} is not served here: vLLM does not process the draft's logits")
     if speculative is None:
         raise ValueError(f"{PREFIX}threshold needs drafts: start the server with --speculative-config")
     if speculative.method not in WITH_DISTRIBUTION and hasattr(rule, "divergence"):
