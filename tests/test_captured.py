@@ -22,7 +22,6 @@ from eagle_fsd.acceptance import Nodes
 from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
-from eagle_fsd.captured import programs
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.capture import Pool, Program, uncollected
 from eagle_fsd.captured.cycle import CapturedCycles, settings_of
@@ -32,6 +31,7 @@ from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.models import fused
 from eagle_fsd.options.generate import GenerateOptions
 
 TREE, CHAIN = TreeConfig(12, 3, 3), TreeConfig(16, 15, 1)
@@ -211,9 +211,9 @@ def test_flash_attn_that_fails_is_not_used(monkeypatch, caplog):
 
     for module in ("models.fused", "models.attention"):
         monkeypatch.setattr(f"eagle_fsd.{module}.flash_for", lambda query, value: broken)
-    programs.flash_works.cache_clear()
+    fused.flash_works.cache_clear()
     both(tiny_pair(), PROMPTS, max_new_tokens=8)
-    programs.flash_works.cache_clear()
+    fused.flash_works.cache_clear()
     assert "no kernel image" in caplog.text
 
 

@@ -13,7 +13,7 @@ import torch
 from random_trees import Case, tree_from_parents
 from test_drafting import assert_same_tree
 from test_laws import chi_square_fits
-from tiny import PROMPT, VOCAB, tiny_pair
+from tiny import PROMPT, VOCAB, draft_tree, tiny_pair
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import eagle_fsd
@@ -22,7 +22,6 @@ from eagle_fsd.decoding.request import RequestParams
 from eagle_fsd.drafting.copies import Copies
 from eagle_fsd.drafting.coupling import NOISE_WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
 from eagle_fsd.drafting.sizing import Auto
 

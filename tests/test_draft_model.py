@@ -22,7 +22,7 @@ from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.growth import extend_draft
+from eagle_fsd.drafting.growth import read_prompt
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.latency import Latency
 from eagle_fsd.drafting.sizing import Drafting, Fixed, Sizing
@@ -149,7 +149,7 @@ def test_keys_of_accepted_nodes_are_kept():
         for row, (request, length) in enumerate(zip(requests, held.lengths, strict=True)):
             unread.append(len(request.tokens) - length)
             fresh = pair.draft.new_cache(length)
-            extend_draft(pair.draft, None, [torch.tensor(request.tokens[:length])], fresh)
+            read_prompt(pair.draft, None, torch.tensor(request.tokens[:length]), fresh)
             assert torch.allclose(held.allocated[0][..., row, :, :length, :], fresh.allocated[0][..., 0, :, :, :],
                                   atol=1e-5)
     assert unread.count(1) > 9 and max(unread) > 3

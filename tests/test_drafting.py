@@ -5,14 +5,14 @@ import math
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, PROMPTS, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, PROMPTS, draft_tree, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.timing import greedy_decoder
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.growth import draft_tree, rerank
+from eagle_fsd.drafting.growth import Scored, rerank
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.latency import Latency
@@ -122,7 +122,7 @@ DEPTH = 3
 )
 def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
     config = TreeConfig(total, 3, 2)
-    tree = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config)
+    tree = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), config)
     assert tree.tokens.tolist() == [tokens]
     assert tree.parents.tolist() == [parents]
     assert tree.depths.tolist() == [depths]
@@ -135,9 +135,9 @@ def test_the_root_stays_whatever_the_scores():
     """A sum of log rates can round to above 0, and it may be that no further node pays."""
     above = torch.tensor(SCORES) + torch.tensor([0.0] + [9.0] * 10)
     config = TreeConfig(3, 3, 2)
-    assert rerank(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH, config).tokens[0, 0] == 9
+    assert rerank(Scored(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH), config).tokens[0, 0] == 9
     dear = Auto(config, cost=lambda nodes, levels: 9.0 * nodes).plan(config)
-    none = rerank(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH, config, plan=dear)
+    none = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), config, plan=dear)
     assert none.tokens.tolist() == [[9]] and none.max_depth == 0
 
 

@@ -9,11 +9,10 @@ import torch
 from reference_eagle import rotate
 from safetensors.torch import load_file, save_file
 from test_checkpoint import configure, drop, rewrite
-from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, random_head, tiny_target
+from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, draft_tree, random_head, tiny_target
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
-from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, TreeConfig, make_rule
-from eagle_fsd.decoding.processing import TopP, VerifiedRequests, check_processors
+from eagle_fsd.decoding.processing import TopP, VerifiedTrees, check_processors
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.tree import root_only
 
@@ -177,7 +177,7 @@ def request(processors):
 def test_every_node_is_processed_with_its_own_path(processors):
     logits = torch.randn(len(PATHS), 1, 11, generator=torch.Generator().manual_seed(0))
     raw, root = logits.clone(), root_only(torch.tensor([1]))
-    verified = VerifiedRequests([request(processors)], [len(CONTEXT)], root, logits[:1])
+    verified = VerifiedTrees.of([request(processors)], [len(CONTEXT)], root, logits[:1])
     for node, path in enumerate(PATHS):
         expected = raw[node].clone()
         for processor in processors:

@@ -5,7 +5,7 @@ import torch
 from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.growth import extend_draft
+from eagle_fsd.drafting.growth import Unread, read, read_prompt
 from eagle_fsd.models import causal_lm
 from eagle_fsd.models.forward import find_norm
 from eagle_fsd.models.target import TargetModel
@@ -31,13 +31,20 @@ def test_a_prompt_in_parts_gives_the_same_features(family, monkeypatch):
 
 
 @torch.inference_mode()
-def test_the_draft_reads_ragged_rows_in_parts(parts_of_five):
+def test_the_draft_reads_ragged_rows_after_prompts_in_parts(parts_of_five):
     head = tiny_head(tiny_target())
     for lengths in ((5,), (24,), (1, 13, 6)):
         features = [torch.randn(length, 16) for length in lengths]
         tokens = [torch.tensor((PROMPT * 2)[:length]) for length in lengths]
         cache = head.new_cache(30, len(lengths))
-        got = extend_draft(head, features, tokens, cache)
+        for row in (row for row, length in enumerate(lengths) if length > 1):
+            length = lengths[row]
+            with cache.one_row(row):
+                read_prompt(head, features[row][: length // 2], tokens[row][: length // 2], cache)
+        rest = [[part[length // 2 :] for part, length in zip(parts, lengths, strict=True)]
+                for parts in (features, tokens)]
+        last, got = read(head, Unread.of(*rest, cache), cache)
+        assert last.tolist() == [row[-1] for row in tokens]
         for row, length in enumerate(lengths):
             alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]
             torch.testing.assert_close(got[row], alone, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from random_trees import Case, tree_from_parents
 from test_engine import eagle3_pair
 from test_laws import chi_square_fits
 from test_lossless import PROMPTS, REPEATS, check_counts
-from tiny import PROMPT, VOCAB, tiny_chat_pair, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, VOCAB, draft_tree, tiny_chat_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
@@ -36,7 +36,6 @@ from eagle_fsd.drafting.copies import (
     TextIndex,
     TextSource,
 )
-from eagle_fsd.drafting.growth import draft_tree
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from eagle_fsd.drafting.growth import Unread, draft, rerank
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
@@ -257,3 +258,9 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
     model.target.model.save_pretrained(folder / "target")
     model.tokenizer.save_pretrained(folder / "target")
     save_head(model.draft, folder / "head")
+
+
+def draft_tree(drafter, target, features, tokens, cache, config, nodes=0, coupling=None, plan=None):
+    """One tree per row [T, F], [T], and the draft's logits by level."""
+    scored, logits = draft(drafter, target, Unread.of(features, tokens, cache), cache, config, coupling, plan)
+    return rerank(scored, config, nodes, plan), logits

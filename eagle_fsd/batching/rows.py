@@ -22,7 +22,7 @@ from ..decoding.forwards import Forwards
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
-from ..drafting.growth import extend_draft
+from ..drafting.growth import read_prompt
 from ..drafting.sizing import Auto, Drafting, Fixed
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
@@ -356,8 +356,7 @@ def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
     size = cache.nbytes
     if drafter is not None:
         draft_cache = drafter.new_cache(1)
-        read = [features[0]] if drafter.reads_features else None
-        extend_draft(drafter, read, [token[0].to(features.device)], draft_cache)
+        read_prompt(drafter, features[0] if drafter.reads_features else None, token[0].to(features.device), draft_cache)
         size += draft_cache.nbytes
     fitting = int(SHARE * free_bytes(target.output_device) / size)
     return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))

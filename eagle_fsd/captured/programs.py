@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
+from ..decoding.processing import VerifiedTrees
+from ..drafting import growth
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
-from ..drafting.growth import grow, rerank
-from ..drafting.noise import gumbel_noise, position_after
-from ..drafting.tree import DraftTree
+from ..drafting.growth import Unread, rerank
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
@@ -71,24 +69,19 @@ def draft(
     bucket: int, unread: int,
 ) -> None:
     """The drafter reads the accepted tokens, of which there are at most `unread`, and grows and ranks the trees."""
-    tokens, read = buffers.fed_tokens[:, :unread], buffers.draft_lengths
-    cache = BucketCache(buffers.draft_storage, read, bucket)
-    positions = read[:, None] + torch.arange(unread, device=read.device)  # [R, T]
-    features = drafter.read(buffers.fed_features[:, :unread]) if buffers.reads_features else None
-    states = drafter.predict(features, tokens, positions, None, cache)
-    last = buffers.counts[:, None] - 1
-    root, state = tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
-    cache.start = base = read + buffers.counts
+    features = buffers.fed_features[:, :unread] if buffers.reads_features else None
+    fed = Unread(buffers.fed_tokens[:, :unread], features, buffers.counts, buffers.draft_lengths + buffers.counts)
+    cache = BucketCache(buffers.draft_storage, buffers.draft_lengths, bucket)
     coupling = None
     if settings.coupled:
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
         coupling = Coupling(
-            buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * len(base), named)
+            buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * buffers.rows, named)
     config = buffers.config
-    scored, depth, logits = grow(drafter, target, state, root, base, cache, config, coupling)
-    store_tree(buffers.tree, rerank(*scored, depth, config))
+    scored, logits = growth.draft(drafter, target, fed, cache, config, coupling)
+    store_tree(buffers.tree, rerank(scored, config))
     if buffers.wide:
-        store_tree(buffers.wide_tree, rerank(*scored, depth, config, buffers.wide))
+        store_tree(buffers.wide_tree, rerank(scored, config, buffers.wide))
     if settings.keeps_logits:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
             mine.copy_(level)
@@ -111,29 +104,6 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
     buffers.features[:, :nodes].copy_(features)
 
 
-@dataclass
-class VerifiedBuffers:
-    """`acceptance.walk.Verified` of buffers."""
-
-    tree: DraftTree
-    draft_logits: Sequence[Tensor]
-    draft_tokens: Tensor | None
-    raw: Tensor
-    greedy: bool
-    processors: LogitsProcessorList
-    seeds: Tensor  # [R]
-    lengths: Tensor  # [R]
-    errors: dict[int, Exception] = field(default_factory=dict)
-
-    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
-        return self.processors(None, raw.clone()) if self.processors else raw
-
-    def noise(self, depth: int) -> Tensor | None:
-        if self.greedy:
-            return None
-        return gumbel_noise(self.seeds, position_after(self.lengths[:, None], depth), self.raw.shape[-1])[:, 0]
-
-
 def walk_and_keep(
     buffers: Buffers, target: TargetModel, settings: WalkSettings, processors: LogitsProcessorList, nodes: int,
     path: int,
@@ -143,8 +113,8 @@ def walk_and_keep(
     features, lengths = buffers.features[:, :nodes], buffers.lengths
     tree = first_nodes(buffers.tree, nodes, path - 1, joined=settings.joined)
     lossless = settings.rule.is_lossless(settings.greedy)
-    verified = VerifiedBuffers(tree, () if lossless else buffers.draft_logits(), buffers.draft_tokens,
-                               target.logits(features), settings.greedy, processors, buffers.seeds, lengths)
+    verified = VerifiedTrees(tree, target.logits(features), () if lossless else buffers.draft_logits(),
+                             buffers.draft_tokens, settings.greedy, buffers.seeds, lengths, processors)
     left, within, fuzzy = buffers.left if settings.budgeted else None, None, buffers.fuzzy
     if settings.marked:
         within = Within(buffers.inside_marks & fuzzy, buffers.opening.masked_fill(~fuzzy, -1), buffers.closing)

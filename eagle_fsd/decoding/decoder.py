@@ -23,7 +23,7 @@ from ..drafting.tree import DraftTree, root_only
 from ..models.target import TargetModel
 from .forwards import Forwards
 from .output import Receipt
-from .processing import VerifiedRequests, couple
+from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
 
 
@@ -96,7 +96,7 @@ class Decoder:
         """Draw the first token, from the features [F] of the prompt's last token: a walk on a tree with only a root."""
         root = root_only(torch.tensor(request.prompt[-1:], device=self.device))
         logits = self.target.logits(features[None, None])  # [1, 1, V]
-        ((_, emission),) = self._walk(EXACT, VerifiedRequests([request], [len(request.prompt) - 1], root, logits))
+        ((_, emission),) = self._walk(EXACT, VerifiedTrees.of([request], [len(request.prompt) - 1], root, logits))
         return emission
 
     def step(self) -> list[list[Receipt]]:
@@ -123,7 +123,7 @@ class Decoder:
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
-            rules, VerifiedRequests(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
+            rules, VerifiedTrees.of(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
         self.forwards.commit(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
         emitted = [len(emission.receipts) for emission in emissions]
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
@@ -154,7 +154,7 @@ class Decoder:
         self.forwards.join(other.forwards)
         self.drafting.resize(self.requests)
 
-    def _accept(self, rules: Sequence[Rule], verified: VerifiedRequests) -> tuple[list[list[int]], list[Emission]]:
+    def _accept(self, rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
         """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
         requests, groups = verified.requests, []  # of rows
         for number, request in enumerate(requests):
@@ -170,7 +170,7 @@ class Decoder:
         paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
         return list(paths), list(emissions)
 
-    def _walk(self, rule: Rule, verified: VerifiedRequests) -> list[tuple[list[int], Emission]]:
+    def _walk(self, rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
         """The accepted path and the emission of each of the requests, which share a rule. If a user's rule
         fails, only those requests get its error for which it also fails alone."""
         requests, errors = verified.requests, verified.errors

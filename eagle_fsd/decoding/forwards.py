@@ -18,11 +18,12 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import MOST_NODES, Copies
 from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
-from ..drafting.growth import draft_tree, extend_draft
+from ..drafting.growth import Unread, draft, read_prompt, rerank
 from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, root_only
 from ..models.cache import TreeCache
+from ..models.causal_lm import prefill_part
 from ..models.target import TargetModel
 from .request import Request
 
@@ -73,9 +74,9 @@ class Forwards:
         reads = self.drafter is not None and self.has_positions(request)
         tokens = self.unread(number, request, self.lengths[number]) if reads else []
         if tokens:
-            features = [self.features(number)[:-1]] if self.reads_features else None
+            features = self.features(number)[:-1] if self.reads_features else None
             with self.draft_cache.one_row(number):
-                extend_draft(self.drafter, features, [torch.tensor(tokens, device=self.device)], self.draft_cache)
+                read_prompt(self.drafter, features, torch.tensor(tokens, device=self.device), self.draft_cache)
             if self.reads_features:
                 self.unread_features[number] = [self.features(number)[-1:].clone()]
 
@@ -83,7 +84,7 @@ class Forwards:
         self, requests: Sequence[Request], plan: Plan, copies: Sequence[Copies | None] = (),
         coupling: Coupling | None = None,
     ) -> tuple[DraftTree, list[Tensor]]:
-        """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `draft_tree`. Without
+        """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `growth.draft`. Without
         either, each tree is only a root.
 
         Afterwards the drafter has processed all features.
@@ -103,8 +104,9 @@ class Forwards:
         read = self.draft_cache.lengths
         tokens = [torch.tensor(request.tokens[-1:] if number in ended else self.unread(number, request),
                                device=self.device) for number, request in enumerate(requests)]
-        tree, logits = draft_tree(
-            self.drafter, self.target, features, tokens, self.draft_cache, plan.tree, nodes, coupling, plan)
+        unread = Unread.of(features, tokens, self.draft_cache)
+        scored, logits = draft(self.drafter, self.target, unread, self.draft_cache, plan.tree, coupling, plan)
+        tree = rerank(scored, plan.tree, nodes, plan)
         self.unread_features = [[] for _ in requests]
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             lengths = [(read if number in ended else self.draft_cache.lengths)[number] for number in range(len(read))]
@@ -121,14 +123,12 @@ class Forwards:
         return False
 
     def _catch_up(self, requests: Sequence[Request], config: TreeConfig) -> None:
-        """Let the drafter catch up row by row if rows differ by more than a path: some joined while drafting paused.
-
-        Processed together, every row would take as many cache positions as the row that is furthest behind, and exceed
-        the capacity.
+        """Let the drafter catch up row by row if it is far behind, or rows differ by more than a path, since some
+        joined while drafting paused: processed together, every row takes as many positions as the longest.
         """
         unread = [len(self.unread(number, request)) if self.has_positions(request, config.depth) else 1
                   for number, request in enumerate(requests)]
-        if max(unread) - min(unread) > config.path:
+        if max(unread) - min(unread) > config.path or max(unread) > prefill_part(self.device):
             for number, count in enumerate(unread):
                 if count > config.path + 1:
                     self.prefill_draft(number, requests[number])

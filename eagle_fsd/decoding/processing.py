@@ -10,9 +10,9 @@ row, in `errors`.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -204,47 +204,60 @@ def is_context_free(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
-class VerifiedRequests:
-    """The draft trees of requests that share a rule, with the logits of draft and target: `acceptance.walk.Verified`.
+@dataclass
+class VerifiedTrees:
+    """The draft trees of rows that share a rule, with the logits of draft and target: `acceptance.walk.Verified`.
 
     Args:
-        lengths: position of the root in each request. raw: [B, N, V] float32, the target's logits.
-        draft_logits: for each drafted level [B, K, R], raw logits.
+        raw: [B, N, V] float32, the target's logits. draft_logits: for each drafted level [B, K, R], raw logits.
         draft_tokens: [R] long; None: the draft has all tokens.
+        seeds, lengths: [B] long, of each row; the position of its root.
+        processors: of all rows; None: each of the `requests` has its own.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
-        draft_logits: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
-    ) -> None:
-        self.requests, self.lengths, self.tree, self.raw = requests, lengths, tree, raw
-        self.draft_logits, self.draft_tokens = draft_logits, draft_tokens
-        self.greedy, self.errors = requests[0].params.greedy, {}
+    tree: DraftTree
+    raw: Tensor
+    draft_logits: Sequence[Tensor]
+    draft_tokens: Tensor | None
+    greedy: bool
+    seeds: Tensor
+    lengths: Tensor
+    processors: LogitsProcessorList | None
+    requests: Sequence[Request] = ()
+    errors: dict[int, Exception] = field(default_factory=dict)
 
-    def take(self, rows: Sequence[int]) -> VerifiedRequests:
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
+        draft_logits: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
+    ) -> VerifiedTrees:
+        """Those of requests."""
+        seeds = [request.params.seed for request in requests]
+        processors = requests[0].params.processors if share_processors(requests) else None
+        return cls(tree, raw, draft_logits, draft_tokens, requests[0].params.greedy,
+                   *torch.tensor([seeds, lengths], device=raw.device), processors, requests)
+
+    def take(self, rows: Sequence[int]) -> VerifiedTrees:
         """Some of the rows (ascending)."""
         if len(rows) == len(self.requests):
             return self
-        return VerifiedRequests(
-            [self.requests[row] for row in rows], [self.lengths[row] for row in rows], self.tree.select(rows),
-            self.raw[rows], [level[rows] for level in self.draft_logits], self.draft_tokens)
-
-    @functools.cached_property
-    def _seeds_and_positions(self) -> Tensor:  # [2, B] long
-        return torch.tensor([[request.params.seed for request in self.requests], self.lengths], device=self.raw.device)
+        requests = [self.requests[row] for row in rows]
+        return replace(
+            self, tree=self.tree.select(rows), raw=self.raw[rows], draft_logits=[level[rows] for level in
+            self.draft_logits], seeds=self.seeds[rows], lengths=self.lengths[rows], requests=requests, errors={},
+            greedy=requests[0].params.greedy,
+            processors=requests[0].params.processors if share_processors(requests) else None)
 
     def noise(self, depth: int) -> Tensor | None:
         """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
         if self.greedy:
             return None
-        seeds, positions = self._seeds_and_positions
-        return gumbel_noise(seeds, position_after(positions[:, None], depth), self.raw.shape[-1])[:, 0]
+        return gumbel_noise(self.seeds, position_after(self.lengths[:, None], depth), self.raw.shape[-1])[:, 0]
 
     def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
         """Processed logits [B, V], with the path of each row as context."""
-        if share_processors(self.requests):
-            processors = self.requests[0].params.processors
-            return processors(None, raw.clone()) if processors else raw
+        if self.processors is not None:
+            return self.processors(None, raw.clone()) if self.processors else raw
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
         for row in going.nonzero()[:, 0].tolist():
             request = self.requests[row]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,72 +34,86 @@ from .tree import DraftTree, ancestors_of, root_only
 IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and the results of `apply_curves` are
 
 
-def extend_draft(
+class Unread(NamedTuple):
+    """The tokens that the drafter has not processed, the root last: at most T of each row."""
+
+    tokens: Tensor  # [B, T] long
+    features: Tensor | None  # [B, T, F] of the target, of the positions before the tokens; None: the drafter reads none
+    counts: Tensor  # [B] long; further columns are padding
+    ends: Sequence[int] | Tensor  # [B], positions of each row in the drafter's cache once it has processed them
+
+    @classmethod
+    def of(cls, features: Sequence[Tensor] | None, tokens: Sequence[Tensor], cache: TreeCache) -> Unread:
+        """Of rows [T, F] and [T], where T varies."""
+        counts, device = [len(row) for row in tokens], tokens[0].device
+        ends = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
+        return cls(_padded(tokens), None if features is None else _padded(features),
+                   torch.tensor(counts, device=device), ends)
+
+
+def read(
     drafter: Drafter,
-    features: Sequence[Tensor] | None,  # B x [T, F], the target's, T varies; None: the drafter reads none
-    tokens: Sequence[Tensor],  # B x [T], each follows its feature
-    cache: TreeCache,
-) -> Tensor:  # [B, 1, D]
-    """Feed the accepted tokens and their features to the drafter; returns its state at each row's last token."""
-    most = prefill_part(tokens[0].device)
-    while max(map(len, tokens)) > most:  # read a prompt in parts
-        parts = [min(most, len(row) - 1) for row in tokens]
-        (first_features, features), (first, tokens) = _split(features, parts), _split(tokens, parts)
-        extend_draft(drafter, first_features, first, cache)
-    counts = [len(row) for row in tokens]
-    lengths, device = cache.lengths, tokens[0].device
-    fed, states = _padded(tokens), None if features is None else drafter.read(_padded(features))  # [B, T], [B, T, D]
-    count = fed.shape[1]
-    positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(count, device=device)
-    predicted = drafter.predict(states, fed, positions, None, cache)
-    cache.commit(lengths, [range(own) for own in counts])
-    if min(counts) == count:
-        return predicted[:, -1:]
-    last = (torch.tensor(counts, device=device) - 1).clamp_min(0)  # a short row's last part of a prompt may be empty
-    return predicted.gather(1, last[:, None, None].expand(-1, -1, predicted.shape[-1]))
+    unread: Unread,
+    cache: TreeCache | BucketCache,  # of the drafter
+) -> tuple[Tensor, Tensor]:  # [B], [B, 1, D]
+    """The drafter processes the tokens. Returns the last one of each row, and the drafter's state there."""
+    count, device = unread.tokens.shape[1], unread.tokens.device
+    starts = torch.as_tensor(unread.ends, device=device) - unread.counts
+    positions = starts[:, None] + torch.arange(count, device=device)  # [B, T]
+    features = None if unread.features is None else drafter.read(unread.features)  # [B, T, D]
+    states = drafter.predict(features, unread.tokens, positions, None, cache)
+    cache.lengths = unread.ends
+    last = unread.counts[:, None] - 1
+    return unread.tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def _split(rows: Sequence[Tensor] | None, parts: Sequence[int]) -> tuple[Sequence[Tensor] | None, ...]:
-    """The first part of each row, and the rest."""
-    if rows is None:
-        return None, None
-    return tuple(zip(*(row.tensor_split([part]) for row, part in zip(rows, parts, strict=True)), strict=True))
+def read_prompt(
+    drafter: Drafter,
+    features: Tensor | None,  # [T, F]
+    tokens: Tensor,  # [T]
+    cache: TreeCache,  # restricted to a single row
+) -> None:
+    """The drafter processes a part of a prompt, at most `prefill_part` tokens at a time."""
+    parts = tokens.split(prefill_part(tokens.device))
+    own = [None] * len(parts) if features is None else features.split(prefill_part(tokens.device))
+    for part, feature in zip(parts, own, strict=True):
+        read(drafter, Unread.of(None if feature is None else [feature], [part], cache), cache)
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
-def draft_tree(
-    drafter: Drafter,
-    target: TargetModel,
-    features: Sequence[Tensor] | None,  # B x [T, F] of the target, of the positions before `tokens`; see `extend_draft`
-    tokens: Sequence[Tensor],  # B x [T], the last one being the root
-    cache: TreeCache,
-    config: TreeConfig,
-    nodes: int = 0,
-    coupling: Coupling | None = None,
-    plan: Plan | None = None,
-) -> tuple[DraftTree, list[Tensor]]:
-    """Draft one tree per row.
+class Scored(NamedTuple):
+    """The scored nodes of grown trees, see `rerank`."""
+
+    tokens: Tensor  # [B, S], the root's first
+    scores: Tensor  # [B, S], cumulative log-probabilities, 0 for the root
+    expanded: Tensor  # [B, E], numbers of the expanded nodes among the scored ones, the root's first
+    depth: int  # scored levels below the root
+
+
+def draft(
+    drafter: Drafter, target: TargetModel, unread: Unread, cache: TreeCache | BucketCache, config: TreeConfig,
+    coupling: Coupling | None = None, plan: Plan | None = None,
+) -> tuple[Scored, list[Tensor]]:
+    """The drafter processes the accepted tokens, and scores the nodes of one tree per row.
 
     Args:
-        nodes: minimum number of nodes, if so many were scored, for a caller that selects from them; above 0 the plan
-            does not limit nodes.
+        cache: of the drafter; afterwards it contains the accepted tokens only.
         coupling: lets rows that sample draft the target's likely draws; None: the most probable tokens in every row.
-        plan: limits levels and nodes to those that pay, possibly to the root alone, and waits for the device at each
-            level; None: there are as many as `config` allows.
+        plan: limits levels to those that pay, and waits for the device at each; None: there are as many as `config`
+            allows.
 
     Returns:
-        The trees, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
-        for each expanded depth. The drafter's cache then contains the accepted tokens only.
+        The nodes, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
+        for each expanded depth.
     """
-    predicted = extend_draft(drafter, features, tokens, cache)  # [B, 1, D]
-    root, lengths = torch.stack([row[-1] for row in tokens]), cache.lengths
-    scored, depth, draft_logits = grow(
-        drafter, target, predicted, root, torch.tensor(lengths, device=root.device), cache, config, coupling, plan)
-    cache.lengths = lengths
-    return rerank(*scored, depth, config, nodes, plan), draft_logits
+    root, state = read(drafter, unread, cache)
+    lengths = torch.as_tensor(unread.ends, device=root.device)
+    scored, logits = grow(drafter, target, state, root, lengths, cache, config, coupling, plan)
+    cache.lengths = unread.ends
+    return scored, logits
 
 
 def grow(
@@ -110,14 +125,9 @@ def grow(
     cache: TreeCache | BucketCache,  # each expanded level is appended
     config: TreeConfig,
     coupling: Coupling | None,
-    plan: Plan | None = None,  # see `draft_tree`
-) -> tuple[tuple[Tensor, Tensor, Tensor], int, list[Tensor]]:
-    """Score all levels. Does not wait for the device, unless the plan limits levels.
-
-    Returns:
-        Tokens [B, S], scores [B, S] and expanded nodes [B, E], see `rerank`; the number of levels; and the draft's
-        logits, see `draft_tree`.
-    """
+    plan: Plan | None = None,
+) -> tuple[Scored, list[Tensor]]:
+    """Score all levels. Does not wait for the device, unless the plan limits levels."""
     k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
     batch, device = len(root), root.device
     curves = None if plan is None else plan.curves
@@ -157,8 +167,7 @@ def grow(
             frontier_tokens = child_tokens.gather(1, best)
             frontier_states = predicted.gather(1, parents[..., None].expand_as(predicted))
             ancestors = torch.cat([ancestors.gather(1, parents[..., None].expand_as(ancestors)), itself], -1)
-    scored = tuple(torch.cat(columns, 1) for columns in (levels, scores, expanded))
-    return scored, len(levels) - 1, draft_logits
+    return Scored(*(torch.cat(columns, 1) for columns in (levels, scores, expanded)), len(levels) - 1), draft_logits
 
 
 def _best_children(
@@ -177,19 +186,18 @@ def _best_children(
 
 
 def rerank(
-    tokens: Tensor,  # [B, S] of the scored nodes, the root's first
-    scores: Tensor,  # [B, S], cumulative log-probabilities, 0 for the root
-    expanded: Tensor,  # [B, E], numbers of the expanded nodes among the scored ones, the root's first
-    depth: int,  # scored levels below the root
+    scored: Scored,
     config: TreeConfig,
     nodes: int = 0,
     plan: Plan | None = None,
 ) -> DraftTree:
-    """The N best scored nodes as a tree. N is `config.total_tokens`, or `nodes` if that is larger, or the plan's.
+    """The N best scored nodes as a tree. N is `config.total_tokens`, or `nodes` if that is larger (for a caller that
+    selects from them), or the plan's.
 
     A cumulative log-probability never increases along a path, so the best nodes are connected. If it rounds to the
     parent's, the stable sort keeps the parent first. NaN scores of a broken head sort last; the root stays first.
     """
+    tokens, scores, expanded, depth = scored
     k, batch = config.top_k, len(tokens)
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
     comparable[:, 0] = math.inf  # rounding can raise other scores above 0

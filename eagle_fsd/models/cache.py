@@ -311,8 +311,13 @@ class BucketCache:
     """
 
     def __init__(self, storage: Tensor, start: Tensor, bucket: int) -> None:  # [layers, 2, B, H, C, D]
-        self.storage, self.start, self.length = storage, start, bucket
+        self.storage, self.lengths, self.length = storage, start, bucket
         self.capacity = storage.shape[-2]
+
+    @property
+    def start(self) -> Tensor:
+        """[B]"""
+        return self.lengths
 
     def end(self, count: int) -> int:
         return self.length
@@ -321,7 +326,7 @@ class BucketCache:
         self, count: int, heads: int, size: int, like: Tensor
     ) -> tuple[Sequence[Slots], Sequence[tuple[Tensor, Tensor]]]:
         """As `TreeCache.append`, with the keys and values of the bucket."""
-        rows, slots = rows_and_slots(self.start, count)
-        self.start = self.start + count
+        rows, slots = rows_and_slots(self.lengths, count)
+        self.lengths = self.lengths + count
         return ([Slots(layer, rows, slots) for layer in self.storage.unbind()],
                 [tuple(layer.unbind()) for layer in self.storage[..., : self.length, :].unbind()])
