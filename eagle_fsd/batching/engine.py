@@ -38,7 +38,7 @@ class Engine:
         model: the result of `load`.
         max_rows: maximum number of requests that are decoded together.
         max_tokens: capacity of the caches in positions: rows times the length of the longest one. A request waits until
-            it fits. None: as many as fit into a quarter of the free memory.
+            it fits. None: as many as fit into a quarter of the free memory, within the limits of control groups.
         max_waiting: maximum number of requests that wait for a row.
         prefill_chunk: maximum number of prompt tokens that are processed between two cycles.
         prefixes: number of recent texts whose caches are kept for prompts with the same beginning (0: none). They take

@@ -12,9 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import psutil
 import torch
 
 from ..decoding.decoder import Decoder
@@ -26,6 +24,7 @@ from ..drafting.growth import read_prompt
 from ..drafting.sizing import Auto, Drafting, Fixed
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
+from .memory import free_bytes
 from .prefixes import Prefixes
 from .tickets import Ticket
 
@@ -360,13 +359,3 @@ def positions_that_fit(model: EagleModel, rows: int, nodes: int) -> int:
         size += draft_cache.nbytes
     fitting = int(SHARE * free_bytes(target.output_device) / size)
     return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))
-
-
-def free_bytes(device: torch.device) -> int:
-    """The free memory of the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":  # the limit of a container
-        free = min(free, int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
-    return max(0, free)
