@@ -11,7 +11,9 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
+from eagle_fsd.decoding import decoder
 from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
 
@@ -110,3 +112,23 @@ def test_requests_of_all_kinds_together():
             assert_as_alone(row, eagle_fsd.generate(prompt, pair, **{"max_new_tokens": 20} | options, tree=TREE))
             sources.update(receipt.source for receipt in row.receipts)
     assert sources["fuzzy"] > 40 and sources["exact"] > 300
+
+
+def test_caches_grow_with_the_answers(model, monkeypatch):
+    """Room that is allowed but not used costs nothing, and growing changes no token, in a batch and in a session."""
+    monkeypatch.setattr(decoder, "STEP", 3)
+    sizes, new = [], TreeCache._storage
+    monkeypatch.setattr(TreeCache, "_storage", lambda cache, *shape: sizes.append(cache.capacity) or new(cache, *shape))
+    options = {"tree": TREE, "temperature": 0.9}
+    prompts, session = [PROMPT, PROMPT[:3], PROMPT * 4], eagle_fsd.Session()
+    outputs = eagle_fsd.generate(prompts, model, seed=3, max_new_tokens=60, **options)
+    first, draft_first, *grown = sizes  # of the target and of the drafter
+    assert first == len(prompts[2]) + 3 + TREE.nodes and draft_first == first + TREE.drafted
+    assert max(grown) == len(prompts[2]) + 60 + TREE.nodes + TREE.drafted
+    for prompt, seed, output in zip(prompts, (3, 4, 5), outputs, strict=True):
+        for more in ({"speculative": False, "tree": None}, {"session": session}):
+            assert eagle_fsd.generate(
+                prompt, model, seed=seed, max_new_tokens=60, **options | more).token_ids == output.token_ids
+    sizes.clear()
+    eagle_fsd.generate(prompts, model, stopping_criteria=[lambda ids, scores: True], max_new_tokens=100_000, **options)
+    assert sizes == [first, draft_first]

@@ -26,6 +26,8 @@ from .output import Receipt
 from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
 
+STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
+
 
 class Decoder:
     """The decode loop, not a transformer stack: decodes requests together, cycle by cycle.
@@ -36,7 +38,8 @@ class Decoder:
         drafting: the policy, new for each decoder.
         earlier: for a single request, the decoder of an earlier request to the same models, which cannot be used
             afterwards. Its caches are reused up to the first token that differs from the prompt.
-        forwards: `Forwards` with empty caches; None: they get room for the longest text and the largest tree.
+        forwards: `Forwards` with empty caches, which the caller enlarges; None: they grow with the texts. Where cycles
+            are captured, they have room for the longest text and the largest tree from the start.
         captured: runs those cycles of these models that can be captured; None: no cycle is captured.
     """
 
@@ -54,22 +57,29 @@ class Decoder:
         drafting.begin(self.requests, has_drafter=drafter is not None)
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
+        # Positions of a row for the longest text and the largest cycle; None: the caller makes room.
+        self._most: int | None = None
         self.forwards = forwards or self._forwards(earlier)
 
     def _forwards(self, earlier: Decoder | None) -> Forwards:
-        """`Forwards` with room for the longest text and the largest tree."""
+        """`Forwards` with room for the prompts and the next tokens, or for the whole texts if cycles are captured."""
         copying = any(request.copying for request in self.requests)
-        nodes, levels = self.drafting.room(self.requests, copying)
-        texts = (request.positions for request in self.requests)
-        room, count = max(texts, default=0) + nodes, len(self.requests)
+        self._nodes, self._levels = self.drafting.room(self.requests, copying)
+        self._most = room = max((request.positions for request in self.requests), default=0) + self._nodes
+        captured = self.captured is not None and self.captured.support(self.target, self.drafter)
+        if not captured:
+            room = min(room, max((len(request.prompt) for request in self.requests), default=0) + STEP + self._nodes)
         if earlier is not None:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
-            earlier.forwards.take_over(self.requests[0], earlier.requests[0].tokens, room, room + levels)
-            return earlier.forwards
-        if self.captured is not None and count:
-            return self.captured.forwards(room, 0 if self.drafter is None else room + levels, count)
-        draft_cache = None if self.drafter is None else self.drafter.new_cache(room + levels, count)
+            forwards = earlier.forwards
+            forwards.take_over(self.requests[0], earlier.requests[0].tokens)
+            forwards.make_room(room, self._levels)
+            return forwards
+        count, draft_room = len(self.requests), 0 if self.drafter is None else room + self._levels
+        if captured and count:
+            return self.captured.forwards(room, draft_room, count)
+        draft_cache = self.drafter.new_cache(draft_room, count) if draft_room else None
         return Forwards(self.target, self.drafter, self.target.new_cache(room, count), draft_cache)
 
     def prefill(self) -> list[list[Receipt]]:
@@ -113,6 +123,9 @@ class Decoder:
             walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
             if walked is not None:
                 return [self._accept_walked(*row) for row in zip(self.requests, walked, strict=True)]
+        if self._most is not None:
+            longest = max(len(request.tokens) for request in self.requests)
+            self.forwards.make_room(longest + self._nodes, self._levels, self._most)
         coupling = None
         if plan.uses_drafter:
             vocabulary = self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -200,14 +201,18 @@ class Forwards:
         alone.unread_features = [list(self.unread_features[number])]
         return alone
 
-    def take_over(self, request: Request, tokens: Sequence[int], room: int, draft_room: int) -> None:
+    def make_room(self, room: int, levels: int, most: float = math.inf) -> None:
+        """Enlarge the caches if a row has less than `room` positions in them, up to `most`. In the drafter's cache it
+        needs `levels` more."""
+        self.cache = self.cache.with_room(room, most)
+        if self.draft_cache is not None:
+            self.draft_cache = self.draft_cache.with_room(room + levels, most + levels)
+
+    def take_over(self, request: Request, tokens: Sequence[int]) -> None:
         """Reuse the caches of an earlier text up to its first token that differs from this request's prompt."""
         kept, self.unread_features[0] = self.shared(0, tokens, request)
-        if self.draft_cache is not None:
-            self.draft_cache.truncate(kept)
-            self.draft_cache = self.draft_cache.with_room(draft_room)
-        self.cache.truncate(kept)
-        self.cache = self.cache.with_room(room)
+        for cache in self.caches:
+            cache.truncate(kept)
 
     def begin_with(self, request: Request, other: Forwards, number: int, tokens: Sequence[int]) -> None:
         """`take_over` for a single request, from row `number` of other forwards, which stays as it is."""

@@ -10,6 +10,7 @@ reads all slots up to the end of the longest row; slots after a row's end are st
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -233,9 +234,11 @@ class TreeCache(Cache):
                     storage[..., target, :, : lengths[target], :] = states
         self.rows, self.lengths = slice(0, len(rows)), lengths
 
-    def with_room(self, capacity: int) -> TreeCache:
-        """This cache if its capacity suffices, else a copy at least twice as large."""
-        return self if capacity <= self.capacity else self.resized(max(capacity, 2 * self.capacity), self.batch)
+    def with_room(self, capacity: int, most: float = math.inf) -> TreeCache:
+        """This cache if its capacity suffices, else a copy twice as large, up to a capacity of `most` >= `capacity`."""
+        if capacity <= self.capacity:
+            return self
+        return self.resized(max(capacity, min(most, 2 * self.capacity)), len(self.lengths))
 
     def resized(self, capacity: int, batch: int) -> TreeCache:
         """A new cache of this size with the same sequences."""
