@@ -204,3 +204,27 @@ def test_decoding_ends_at_a_special_token(model):
         output = call(pair, None, stop=stop)
         assert output.token_ids[-2:] == [before, end]
         assert output.text == tokenizer.decode(output.token_ids[:-2], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer():
+    """Letters, and one token per byte for what else there is, as Llama-2 has them."""
+    vocabulary = {token: number for number, token in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *"abc"])}
+    raw = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+@pytest.mark.parametrize("stops", [[], ["b\n"], ["\n"], ["b\n中"], ["c"]], ids=repr)
+def test_bytes_decode_as_in_the_whole_text(fallback_tokenizer, stops):
+    """Wherever the answer is cut: in the middle of a character, the newline before it is lost."""
+    ids = fallback_tokenizer("ab\n中\n\nac", add_special_tokens=False)["input_ids"]
+    assert fallback_tokenizer.decode(ids[:4]) == "ab\ufffd\ufffd"
+    found = StopStrings(fallback_tokenizer, stops) if stops else lambda token: False
+    for end in range(1, 1 + next((count for count, token in enumerate(ids, 1) if found(token)), len(ids))):
+        streamed = StreamedText(fallback_tokenizer, stops)
+        whole = answer_text(fallback_tokenizer, ids[:end], stops)
+        shown = "".join(streamed.add([token]) for token in ids[:end])
+        assert shown + streamed.withheld() == whole == shown + streamed.rest(whole)
+        assert fallback_tokenizer.decode(ids[:end]).startswith(whole)
+    assert not stops or not any(whole.endswith(stop) for stop in stops)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # how an incomplete character decodes
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte token of a tokenizer with byte fallback
 
 
 def token_difference(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase) -> str | None:
@@ -38,8 +40,11 @@ class GrowingText:
         return self.tokenizer.decode(ids, skip_special_tokens=not self.special)
 
     def add(self, token: int) -> str:
-        """The piece that this token completes; empty in the middle of a character, see `pending`."""
+        """The piece that this token completes, see `pending`. It is empty in the middle of a character, and within byte
+        tokens (byte fallback): an incomplete character at their end changes how all of them decode."""
         self.ids.append(token)
+        if BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or ""):
+            return ""
         piece = self.pending()
         if not piece or piece.endswith(UNFINISHED):
             return ""
@@ -101,16 +106,17 @@ class StreamedText:
     def add(self, tokens: Sequence[int]) -> str:
         """The text that can be shown after these tokens."""
         self._unshown += "".join(map(self.text.add, tokens))
-        ends = [at for string in self.text.strings if (at := self._unshown.find(string)) >= 0]
-        count = 0 if self.stopped else min(ends) if ends else len(self._unshown) - self._partial()
-        self.stopped = self.stopped or bool(ends)
+        end = first_of(self.text.strings, self._unshown)
+        count = 0 if self.stopped else len(self._unshown) - self._partial() if end is None else end
+        self.stopped = self.stopped or end is not None
         piece, self._unshown = self.text.unmarked(self._unshown[:count]), self._unshown[count:]
         self.shown += len(piece)
         return piece
 
     def withheld(self) -> str:
         """The text that would be shown if the answer ended here."""
-        return "" if self.stopped else self.text.unmarked(self._unshown) + self.text.pending()
+        text = self._unshown + self.text.pending()
+        return "" if self.stopped else self.text.unmarked(text[: first_of(self.text.strings, text)])
 
     def rest(self, whole: str) -> str:
         """The part of the whole text that has not been shown."""
@@ -145,6 +151,10 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: S
     """The text of an answer before the first stop string in it."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     if stops and (streamed := StreamedText(tokenizer, stops)).text.marks:
-        streamed.add(ids)
-        text = text[: streamed.shown] if streamed.stopped else text
-    return text[: min((at for string in stops if (at := text.find(string)) >= 0), default=None)]
+        text = text[: len(streamed.add(ids) + streamed.withheld())]
+    return text[: first_of(stops, text)]
+
+
+def first_of(strings: Sequence[str], text: str) -> int | None:
+    """Where the first of the strings in a text begins; None: it contains none."""
+    return min((at for string in strings if (at := text.find(string)) >= 0), default=None)
