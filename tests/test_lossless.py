@@ -245,14 +245,22 @@ def test_learned_positions_end_with_the_last_one():
 
 
 def test_texts_stay_on_their_side_of_a_change_of_rotary_frequencies():
-    """Where a text becomes long, `model.generate` computes all of it anew; ours ends there."""
+    """Where a text becomes long, `model.generate` computes all of it anew; ours ends there, with the last token that
+    depends on a short text only. A prompt of any length is taken."""
     short, options = len(PROMPT) + 10, {"max_new_tokens": NEW, "tree": WIDE}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
             "original_max_position_embeddings": short}
     pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
-    output = eagle_fsd.generate(PROMPT, pair, **options)
-    assert len(output.token_ids) == 10 and sum(output.stats.accepted_lengths) > 0
-    assert output.token_ids == plainly(pair, PROMPT, options)[:10]
+    for length in (len(PROMPT), short - 1, short, short + 1):
+        prompt = (PROMPT * 3)[:length]
+        output, session = eagle_fsd.generate(prompt, pair, **options), eagle_fsd.Session()
+        whole = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        expected = whole[0, length:].tolist()
+        assert output.token_ids == expected[: short + 1 - length if length <= short else NEW]
+        eagle_fsd.generate(prompt, pair, session=session, **options)
+        longer = prompt + output.token_ids + PROMPT  # none of the short text's keys are used again
+        assert eagle_fsd.generate(longer, pair, session=session, **options).token_ids == eagle_fsd.generate(
+            longer, pair, **options).token_ids
     assert_same(pair, alone, [(PROMPT * 3, options)])
 
 

@@ -30,7 +30,8 @@ class Prefixes:
     def add(self, forwards: Forwards, number: int, request: Request) -> None:
         """Keep a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no room."""
         text = request.tokens[: forwards.lengths[number]]
-        if not self.most or not text or len(text) > self.positions:
+        limit = forwards.target.position_limit
+        if not self.most or not text or len(text) > self.positions or limit(len(text)) != limit(len(request.prompt)):
             return
         self.kept = [kept for kept in self.kept if shared_prefix(kept.tokens, text) < len(kept.tokens)]
         while self.kept and (len(self.kept) >= self.most

@@ -73,7 +73,9 @@ class Decoder:
             if earlier.target is not self.target or earlier.drafter is not self.drafter:
                 raise ValueError("the session belongs to another model: use one Session per model")
             forwards = earlier.forwards
-            forwards.take_over(self.requests[0], earlier.requests[0].tokens)
+            (before,), (request,), limit = earlier.requests, self.requests, self.target.position_limit
+            same = limit(len(before.prompt)) == limit(len(request.prompt))  # else its keys are others
+            forwards.take_over(request, before.tokens if same else [])
             forwards.make_room(room, self._levels)
             return forwards
         count, draft_room = len(self.requests), 0 if self.drafter is None else room + self._levels

@@ -178,6 +178,8 @@ def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> 
     limit = model.target.position_limit(prompt_length)
     if limit is None:
         return max_new_tokens
+    if limit != model.target.max_positions:  # a short text of a long RoPE may end with a token that is never processed
+        limit += 1
     if prompt_length >= limit:
         raise ValueError(f"the prompt has {prompt_length} tokens, the target takes at most {limit - 1} and one new one")
     if prompt_length + max_new_tokens > limit:
