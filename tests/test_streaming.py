@@ -228,3 +228,18 @@ def test_bytes_decode_as_in_the_whole_text(fallback_tokenizer, stops):
         assert shown + streamed.withheld() == whole == shown + streamed.rest(whole)
         assert fallback_tokenizer.decode(ids[:end]).startswith(whole)
     assert not stops or not any(whole.endswith(stop) for stop in stops)
+
+
+def test_spaces_that_decoding_drops_are_not_shown():
+    words = ["I", "do", "n't", "know", ".", "'", "it", "'s", "n", "t", "?", "!", "fine", ",", "no", "we", "'ve", "a"]
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([0, 1, 2, 3, 4]) == "I don't know."
+    random = torch.Generator().manual_seed(0)
+    for count in range(1, 200):
+        ids = torch.randint(len(words), (1 + count % 12,), generator=random).tolist()
+        streamed, whole = StreamedText(tokenizer, []), tokenizer.decode(ids)
+        shown = "".join(streamed.add([token]) for token in ids)
+        assert shown + streamed.withheld() == whole == shown + streamed.rest(whole)
+    assert StreamedText(tokenizer, []).add([0, 1, 2, 3, 4, 0, 1, 3]) == "I don't know. I do"

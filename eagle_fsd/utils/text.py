@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # how an incomplete character decodes
+# A token that begins so, after a character other than a space or ', is not changed by `clean_up_tokenization_spaces`
+# together with the text before it.
+APART = re.compile(r" [^\s'.?!,n]")
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte token of a tokenizer with byte fallback
 
 
@@ -33,6 +37,10 @@ class GrowingText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
         self.tokenizer, self.special = tokenizer, special
+        own = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # transformers ignores the setting for BPE
+        self.cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False) and (
+            own or backend is None or type(backend.model).__name__ != "BPE")
         self.ids: list[int] = []  # tokens of the last piece, and those after it
         self.known = 0  # the number of them that belong to the last piece
 
@@ -42,6 +50,8 @@ class GrowingText:
     def add(self, token: int) -> str:
         """The piece that this token completes, see `pending`. It is empty in the middle of a character, and within byte
         tokens (byte fallback): an incomplete character at their end changes how all of them decode."""
+        if self.cleans:
+            return self._add_before(token)
         self.ids.append(token)
         if BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or ""):
             return ""
@@ -49,6 +59,16 @@ class GrowingText:
         if not piece or piece.endswith(UNFINISHED):
             return ""
         self.ids, self.known = self.ids[self.known :], len(self.ids) - self.known
+        return piece
+
+    def _add_before(self, token: int) -> str:
+        """`add` if spaces before punctuation are dropped: the text before this token, where the token leaves it so."""
+        raw = partial(self.tokenizer.decode, skip_special_tokens=not self.special, clean_up_tokenization_spaces=False)
+        before, piece = raw(self.ids), self.pending()
+        self.ids.append(token)
+        if not (piece and before[-1:].strip(" '") and APART.match(raw(self.ids)[len(before) :])):
+            return ""
+        self.ids, self.known = self.ids[self.known :], len(self.ids) - 1 - self.known
         return piece
 
     def pending(self) -> str:
