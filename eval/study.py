@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from tyro.conf import UseAppendAction
 
-from eagle_fsd import __version__
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import check_same, read_lines
 from eagle_fsd.decoding.timing import processor_name
@@ -34,6 +33,7 @@ from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils.checks import check_choice, require_number
+from eagle_fsd.utils.version import code_version
 from eval.command import option_record, run_command
 from train.config import RECIPES
 from train.teacher import read_index, target_digest
@@ -114,7 +114,7 @@ def shared_facts(args: StudyArguments) -> dict[str, object]:
     return {"target": target_digest(target), "data": Documents.load(args.data).digest(),
             "features": None if args.features is None else read_index(args.features), "recipe": args.recipe,
             "minutes": args.minutes, "documents": args.documents, "processor": processor_name(),
-            "threads": torch.get_num_threads(), "torch": torch.__version__, "eagle_fsd": __version__}
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "eagle_fsd": code_version()}
 
 
 def stored(path: Path, facts: Mapping[str, object]) -> dict | None:

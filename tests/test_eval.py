@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -20,12 +21,14 @@ from eagle_fsd.data.questions import converse
 from eagle_fsd.decoding import timing
 from eagle_fsd.drafting.curves import WIDE_TREE
 from eagle_fsd.inputs.prompts import encode_prompt
-from eagle_fsd.measure import comparison, records
+from eagle_fsd.loading.pair import check_once
+from eagle_fsd.measure import comparison
 from eagle_fsd.measure.cycles import wide_cycles
-from eagle_fsd.measure.methods import assisted, draft_model, engine, hf_generate
+from eagle_fsd.measure.methods import assisted, described, draft_model, engine, hf_generate
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.measure.settings import ComparisonOptions
 from eagle_fsd.models.linear import packed_form
+from eagle_fsd.utils import version
 from eval import benchmark, forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -315,7 +318,7 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
         weights.data = saved[2]
     for where, attribute, value, name in (
             (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
-            (timing, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
+            (version, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
             (chat_model.target.model.config, "rms_norm_eps", 0.5, "config"),
             (chat_model.draft.config, "rms_norm_eps", 0.5, "head_config"),
             (chat_model.target.model.generation_config, "no_repeat_ngram_size", 3, "generation_config")):
@@ -479,15 +482,58 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
     assert environment()["preloaded"] == ["liba.so.4", "libb.so"]
 
 
-def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(tmp_path, monkeypatch):
-    answers = {"ls-files": "eagle_fsd/__init__.py\n", "rev-parse": "abc1234\n", "status": ""}
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, answers[words[1]]))
-    assert environment()["clean"] and environment()["commit"] == "abc1234"
-    answers["status"] = " M eagle_fsd/api.py\n"
-    assert environment()["commit"] == "abc1234+changes" and not environment()["clean"]
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with a package eagle_fsd, in place of ours; and git, after which this is a new process."""
+    def git(*words):
+        version.commit.cache_clear()
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *words], cwd=tmp_path, check=True)
+
+    for name in ("eagle_fsd/rows.py", "eagle_fsd/__init__.py", "setup.py", "docs/method.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "Begin")
+    monkeypatch.setattr(version, "ROOT", tmp_path)
+    yield tmp_path, git
+    version.commit.cache_clear()
+
+
+def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(checkout, tmp_path, monkeypatch):
+    folder, git = checkout
+    begun = environment()["commit"]
+    assert environment()["clean"] and re.fullmatch("[0-9a-f]{7,}", begun)
+    (folder / "docs" / "method.md").write_text("2")
+    git("status")
+    assert environment()["clean"] and environment()["commit"] == begun
+    (folder / "eagle_fsd" / "rows.py").write_text("2")
+    assert environment()["clean"]  # this process has imported it before
+    git("status")
+    assert environment()["commit"].startswith(f"{begun}+changes-") and not environment()["clean"]
     assert "NOT A CLEAN COMMIT" in write_record(tmp_path / "x", {}, "text")
+    git("status")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
     assert environment()["commit"] == "unknown" and not environment()["clean"]
+
+
+def test_what_is_stored_is_of_one_commit_and_its_changes(checkout, pair, tmp_path, monkeypatch):
+    """Latencies, the checks of targets, and what answers depend on."""
+    folder, git = checkout
+    cache, keys = tmp_path / "cache", set()
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(cache))
+    for number, change in enumerate((None, "changed", "changed again", None), 1):
+        if change:
+            (folder / "eagle_fsd" / "rows.py").write_text(change)
+            git("status")
+        elif number > 1:
+            git("commit", "-qam", "Change")
+        keys.add(described(pair)["eagle_fsd"])
+        for _ in range(2):
+            check_once(pair.target.model, fused=True)
+            timing.known_latency(pair.target, pair.draft)
+        assert [len(list((cache / name).iterdir())) for name in ("checked", "latency")] == [number] * 2
+    assert len(keys) == 4 and all(key.startswith(f"{eagle_fsd.__version__}, commit ") for key in keys)
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -500,8 +546,10 @@ def test_a_package_in_a_repository_of_its_user_is_not_of_that_repositorys_commit
     for words in (["init", "-q"], ["add", "." if tracked else "theirs.py"],
                   ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "Begin"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    monkeypatch.setattr(records, "ROOT", package.parent)
+    monkeypatch.setattr(version, "ROOT", package.parent)
+    version.commit.cache_clear()
     found = environment()
+    version.commit.cache_clear()
     assert (found["commit"] is None) != tracked and found["clean"] == tracked
     assert found["eagle_fsd"] == eagle_fsd.__version__
     page = write_record(tmp_path / "x", {}, "text")

@@ -19,7 +19,6 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from .. import __version__
 from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
@@ -30,6 +29,7 @@ from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
+from ..utils.version import code_version
 from .decoder import Decoder
 from .request import Request, RequestParams
 
@@ -245,7 +245,7 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
     return facts | {
         "device": device.type, "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
         "threads": None if on_gpu else torch.get_num_threads(),
-        "eagle_fsd": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "eagle_fsd": code_version(), "torch": torch.__version__, "transformers": transformers.__version__,
     }
 
 

@@ -17,7 +17,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import __version__
 from ..captured.cycle import CapturedCycles
 from ..data.files import cache_directory, save_atomically
 from ..decoding.request import RequestParams
@@ -34,6 +33,7 @@ from ..models.linear import PackedLinear, check_quantization, packed_form
 from ..models.memory import trim
 from ..models.target import TargetModel
 from ..utils.locks import Lock
+from ..utils.version import code_version
 
 log = logging.getLogger(__name__)
 _pairs: WeakKeyDictionary[DraftHead | DraftModel, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
@@ -258,7 +258,8 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
         ValueError: see `CausalLM`.
     """
     facts = (type(target).__name__, target.config.to_json_string(), target.config._attn_implementation,
-             weights_digest(target), str(target.dtype), fused, __version__, torch.__version__, transformers.__version__)
+             weights_digest(target), str(target.dtype), fused, code_version(), torch.__version__,
+             transformers.__version__)
     path = cache_directory() / "checked" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         reason = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]

@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,33 +19,22 @@ import transformers
 
 from .. import __version__
 from ..decoding.timing import processor_name
+from ..utils.version import CHANGES, ROOT, commit
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict:
     """Version, commit, command, versions of libraries, and hardware of this process.
 
-    `commit`: of the repository that this file belongs to; None: it is installed as a package, wherever that lies.
-    `clean`: the working tree has no changes to the commit, except in results and documentation.
+    `commit`: see `utils.version`; `clean`: it is known, and has no changes.
     `preloaded`: libraries in LD_PRELOAD, such as an allocator.
     """
-    def git(*args: str) -> str:
-        try:
-            return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-        except OSError:  # git is not installed
-            return ""
-
-    commit, changed = None if not (ROOT / "setup.py").is_file() else "unknown", ""
-    if git("ls-files", "eagle_fsd/__init__.py"):  # a package lies untracked in a repository of its user, if in any
-        commit = git("rev-parse", "--short", "HEAD")
-        changed = git("status", "--porcelain", "-uno", "--", ".", ":!eval/results", ":!docs")
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}.{program.stem}" if program.suffix == ".py" else program.name
     return {
-        "eagle_fsd": __version__, "commit": f"{commit}+changes" if changed else commit,
-        "clean": commit not in (None, "unknown") and not changed,
+        "eagle_fsd": __version__, "commit": commit(),
+        "clean": commit() not in (None, "unknown") and CHANGES not in commit(),
         "command": shlex.join([*name.split(), *map(shown, sys.argv[1:])]), "python": platform.python_version(),
         "torch": torch.__version__, "transformers": transformers.__version__, "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
