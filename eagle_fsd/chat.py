@@ -78,7 +78,8 @@ class Chat:
         """Send a user message; return the answer, and add both to `messages`. Concurrent calls wait for one another.
 
         Args:
-            options: keyword arguments of `generate` for this turn; they override those of the chat.
+            options: keyword arguments of `generate` for this turn; they override those of the chat. `options=`, which
+                has them all, takes the place of all options of the chat.
 
         Raises:
             ValueError, TypeError: as `generate`, also for a conversation that has become too long. The conversation
@@ -86,7 +87,9 @@ class Chat:
         """
         with self._turn:
             messages = [*self.messages, {"role": "user", "content": text}]
-            options = {**self.options, **options}
+            whole = options.get("options") is not None
+            options = {**{name: value for name, value in self.options.items() if name in CALL_KEYWORDS or not whole},
+                       **options}
             criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
             self._stopped = False
             output = generate(messages, self.model, session=self.session, stopping_criteria=criteria, **options)

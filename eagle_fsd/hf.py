@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -121,6 +122,10 @@ def custom_generate(
         check_positions(model_kwargs.get("position_ids"), padding, input_ids.shape[1])
         pair = pair_of(model, draft, text_tokenizer)
         prompts = [check_ids(row[count:].tolist(), pair) for row, count in zip(input_ids, padding, strict=True)]
+        least = max(generation_config.min_new_tokens or 0, (generation_config.min_length or 0) - input_ids.shape[1])
+        if options.stop_token_ids and least > 0:  # `generate` knows its own end tokens only
+            logits_processor = [MinNewTokensLengthLogitsProcessor(
+                input_ids.shape[1], least, list(options.stop_token_ids), input_ids.device), *(logits_processor or [])]
         own = [{"processors": processors_of_row(logits_processor or [], number), "eos_ids": eos_ids,
                 "criteria": criteria_of_row(criteria, number, len(prompts)),
                 "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]

@@ -1,5 +1,7 @@
 """What a model's generation config and chat template ask for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import PROMPT, readable, tiny_chat_pair, tiny_pair, tiny_tokenizer
@@ -7,8 +9,9 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import eagle_fsd
+from eagle_fsd.api import with_options
 from eagle_fsd.inputs.prompts import ChatTokens, encode_prompt, end_of_turn
-from eagle_fsd.serve.protocol import ChatRequest
+from eagle_fsd.serve.protocol import ChatRequest, options_over
 
 NEW = 24
 IDS = torch.tensor([PROMPT])
@@ -167,3 +170,42 @@ def test_a_chat_ends_with_the_turn():
         assert len(eagle_fsd.generate(chat, pair, max_new_tokens=NEW, **options).token_ids) > len(turn)
     later = eagle_fsd.generate(chat, pair, max_new_tokens=NEW, min_new_tokens=len(turn) + 2)
     assert 2 not in later.token_ids[: len(turn) + 2]
+
+
+def test_a_config_in_options_holds_as_the_keyword():
+    """At every door that takes `GenerateOptions`; what is given beside it overrides it."""
+    pair = tiny_chat_pair()
+    config = GenerationConfig(repetition_penalty=1.3, max_new_tokens=NEW, pad_token_id=0, no_repeat_ngram_size=2)
+    expected, options = stock(pair, generation_config=config), eagle_fsd.GenerateOptions(generation_config=config)
+    assert (options.max_new_tokens, options.repetition_penalty) == (NEW, 1.3) and config.max_new_tokens == NEW
+    with eagle_fsd.Engine(pair) as engine:
+        doors = (lambda options, **own: eagle_fsd.generate(PROMPT, pair, options=options, **own),
+                 lambda options, **own: engine.submit(PROMPT, options, **own).result())
+        for door in doors:
+            assert door(options).token_ids == expected
+            assert door(options, max_new_tokens=9).token_ids == door(replace(options, max_new_tokens=9)).token_ids
+            assert door(options, max_new_tokens=9).token_ids == expected[:9]
+            assert door(options, repetition_penalty=1.0).token_ids == stock(
+                pair, generation_config=config, repetition_penalty=1.0)
+    asked = eagle_fsd.GenerateOptions(generation_config=GenerationConfig(do_sample=True, top_k=3), max_new_tokens=256)
+    assert (asked.temperature, asked.top_k, asked.max_new_tokens) == (1.0, 3, 256)
+    assert with_options(asked, {"do_sample": False}).greedy and replace(asked, temperature=0.0).greedy
+    assert eagle_fsd.GenerateOptions(do_sample=True, stop_strings="a") == eagle_fsd.GenerateOptions(
+        temperature=1.0, stop="a")
+    assert options_over({"generation_config": config}, {}).max_new_tokens == NEW  # the endpoint's defaults
+    with pytest.raises(TypeError, match="unknown option 'num_beams'; use greedy"):
+        eagle_fsd.GenerateOptions(generation_config=GenerationConfig(num_beams=4))
+
+
+def test_options_of_a_turn_take_the_place_of_those_of_the_chat():
+    chat = eagle_fsd.Chat(tiny_chat_pair(), max_new_tokens=9, ignore_eos=True)
+    assert len(chat.send("ab", options=eagle_fsd.GenerateOptions(max_new_tokens=5, ignore_eos=True)).token_ids) == 5
+    assert len(chat.send("ab").token_ids) == 9
+
+
+def test_stop_tokens_wait_for_the_least_length_in_custom_generate():
+    pair = tiny_pair()
+    plain = free(pair)
+    for least in ({"min_new_tokens": 9}, {"min_length": len(PROMPT) + 9}):
+        found = stock(pair, custom_generate=eagle_fsd.custom_generate, stop_token_ids=[plain[4]], **least)
+        assert plain[4] not in found[:9] and found == free(pair, min_new_tokens=9, stop_token_ids=[plain[4]])

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..drafting.config import TreeConfig
 from ..drafting.copies import TextDrafts
 from ..utils.checks import OptionError, require_bool, require_integer, require_number
-from .keywords import unknown_option
+from .keywords import GenerateKeywords, unknown_option
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +52,15 @@ class Options:
             TypeError: an unknown name. The message names a replacement or lists the accepted names.
             TypeError, ValueError: an invalid value.
         """
+        cls.check_names(options, also)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, options: Iterable[str], also: Sequence[str] = ()) -> None:
+        """Raise TypeError for a name that is no option; see `from_names`."""
         for name in options:
             if name not in cls.names():
                 raise TypeError(unknown_option(name, [*cls.names(), *also]))
-        return cls(**options)
 
 
 class RuleAtTemperature:
@@ -71,9 +79,11 @@ class RuleAtTemperature:
         return self.rule.is_lossless(self.greedy)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class GenerateOptions(RuleAtTemperature, Options):
     """How tokens are drawn, where an answer ends, and which draft tokens are accepted.
+
+    `do_sample` and `stop_strings` work as in `model.generate`.
 
     Args:
         max_new_tokens: maximum number of tokens of an answer; lowered if the target has fewer positions left.
@@ -89,7 +99,7 @@ class GenerateOptions(RuleAtTemperature, Options):
         min_new_tokens: no end token, and none of `stop_token_ids`, before this many tokens; None: as many as the
             model's generation config asks for.
         generation_config: a `GenerationConfig` of transformers. Its fields override those of the model's generation
-            config, and other options override it.
+            config, and other options override it. Those that are options become these; the attribute has the others.
         eos_token_id: one or more end tokens, in place of the model's: those of its generation config and, for a chat,
             the token with which the chat template ends a turn.
         ignore_eos: continue after end tokens.
@@ -160,6 +170,13 @@ class GenerateOptions(RuleAtTemperature, Options):
     speculative: bool = True
     response_format: Any = None  # a mapping, or a class of pydantic
     chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __init__(self, **options: Unpack[GenerateKeywords]) -> None:
+        options = from_generate(options)
+        GenerateOptions.check_names(options)
+        for field in fields(GenerateOptions):
+            object.__setattr__(self, field.name, options.get(field.name, field.default))
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -316,6 +333,9 @@ def from_generate(keywords: Mapping[str, object], temperature: float = 0.0) -> d
         options["stop"] = options.pop("stop_strings")
     if hasattr(config := options.get("generation_config"), "to_diff_dict"):
         options = {**options_of_config(config, options, temperature), **options}
+        options["generation_config"] = rest = type(config)()  # a second call finds nothing to translate
+        for name in FOLLOWED:
+            setattr(rest, name, getattr(config, name, None))
     sampling = options.pop("do_sample", None)
     if sampling is not None:
         require_bool("do_sample", sampling)

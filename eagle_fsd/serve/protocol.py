@@ -14,7 +14,7 @@ from ..drafting.config import TreeConfig
 from ..inputs.prompts import chat_tokens, render_chat
 from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
-from ..options.generate import GenerateOptions
+from ..options.generate import GenerateOptions, from_generate
 from ..options.keywords import REPLACEMENTS
 from ..utils.checks import OptionError, require_integer
 from .limits import check_template_kwargs
@@ -93,7 +93,7 @@ def options_over(defaults: Mapping[str, object], own: Mapping[str, object]) -> G
     Raises:
         TypeError, ValueError: as `GenerateOptions`; also for values that one request may not have.
     """
-    base = {"max_new_tokens": TO_THE_END, **defaults}
+    base = {"max_new_tokens": TO_THE_END, **from_generate(defaults)}
     base = {name: value for name, value in base.items() if not ("acceptance" in own and name in OF_A_RULE)}
     if own.get("text_drafts") == "off":
         base.pop("reference", None)
