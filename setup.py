@@ -17,7 +17,7 @@ EDITABLE = "editable_wheel" in sys.argv
 MAPPED = {"eagle_fsd.checkpoints": "checkpoints", "eagle_fsd.train": "train"}  # packages of a wheel, their folders
 URL = ""  # of the repository, such as "https://github.com/OWNER/eagle_fsd": see "A release" in CONTRIBUTING.md
 VERSION = next(
-    line.split('"')[1] for line in (ROOT / "eagle_fsd" / "__init__.py").read_text().splitlines()
+    line.split('"')[1] for line in (ROOT / "eagle_fsd" / "__init__.py").read_text(encoding="utf-8").splitlines()
     if line.startswith("__version__")
 )
 

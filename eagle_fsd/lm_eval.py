@@ -108,6 +108,9 @@ if __name__ == "__main__":
 
     import eagle_fsd.lm_eval  # noqa: F401  # registers the class under the module's name; this file runs as __main__
 
+    from .cli.exits import escape_unencodable
+
+    escape_unencodable()  # in the harness' tables
     cli_evaluate()
 else:
     register_model("eagle_fsd")(EagleLM)

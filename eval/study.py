@@ -125,7 +125,7 @@ def stored(path: Path, facts: Mapping[str, object]) -> dict | None:
     """
     if not path.is_file():
         return None
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     check_same(path, record.get("facts", {}), facts)
     return record
 
@@ -141,7 +141,8 @@ def measure(args: StudyArguments, name: str, flags: list[str], seed: int, facts:
         steps = stored(plan, facts)["steps"]
         command = train(args, output, flags, "--steps", str(steps), "--seed", str(seed), "--eval-every",
                         str(ONE_EVALUATION), "--eval-documents", str(args.documents), "--eval-tokens", "64")
-        last, end = read_lines(output / "train.jsonl")[-1], json.loads((output / "head/evaluation.json").read_text())
+        last = read_lines(output / "train.jsonl")[-1]
+        end = json.loads((output / "head/evaluation.json").read_text(encoding="utf-8"))
         end |= {"minutes": sum(line["seconds"] for line in read_lines(output / "train.jsonl")) / 60,
                 "accepted": read_lines(output / "eval.jsonl")[-1]["accepted"]}
         write_json(result, {

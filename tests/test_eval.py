@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -480,6 +481,14 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/liba.so.4:/opt/libb.so")
     assert environment()["command"] == "python -m eval.x --out runs"
     assert environment()["preloaded"] == ["liba.so.4", "libb.so"]
+
+
+def test_records_hold_any_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "--data", os.fsdecode(b"\xe9")])  # a file name that is no UTF-8
+    write_record(tmp_path / "x", {"text": "\u65e5"}, "\u65e5")
+    record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert record["text"] == "\u65e5" and record["environment"]["command"] == environment()["command"]
+    assert "\u65e5" in (tmp_path / "x.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ class Evaluation:
     def write_evaluation(self, directory: Path, tau: float | None, **more: object) -> None:
         """Write the measurements of the current head to its folder."""
         record = {"step": self.trainer.step, "tau": tau, **more}
-        (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
+        (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def write_card(self, directory: Path, compared: str = "") -> None:
         """Write the model card of the current head to its folder; see `card`."""

@@ -51,7 +51,7 @@ def save_state(trainer: Trainer) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         record = {"step": trainer.step, "config": depends_on(trainer)}
-        (part / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+        (part / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         part.rename(final)
         rotate_checkpoints(str(states), trainer.config.keep, checkpoint_prefix="step")
 
@@ -76,7 +76,7 @@ def resume(trainer: Trainer) -> bool:
         return True
     recorded, fault = {}, None
     try:
-        record = json.loads((states[-1] / "run.json").read_text())
+        record = json.loads((states[-1] / "run.json").read_text(encoding="utf-8"))
         recorded, step = dict(record["config"]), int(record["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = error

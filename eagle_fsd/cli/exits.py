@@ -17,6 +17,14 @@ def check_counts(options: object, *names: str, least: int = 1) -> None:
             require_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
 
 
+def escape_unencodable() -> None:
+    """Let standard output and error write characters that their encoding lacks as escapes, such as \\u20ac, instead of
+    raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 
 
@@ -25,13 +33,15 @@ def exit_status(
 ) -> int:
     """Run a command and return its exit status: 0; 2 after an error by the user, printed as one line; 130 after Ctrl-C.
 
-    The command ends silently if the reader of its output, such as `head`, closes the pipe.
+    The command ends silently if the reader of its output, such as `head`, closes the pipe. Characters that the encoding
+    of the output lacks are written as escapes.
 
     Args:
         also: further types of errors by the user; other errors raise with their traceback.
         stopped: message after Ctrl-C.
     """
     try:
+        escape_unencodable()
         try:
             work()
         finally:

@@ -63,7 +63,8 @@ def record_path(out: Path, suffix: str) -> Path:
 def write_json(path: Path, record: Mapping[str, object]) -> None:
     """Write a record, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")  # of file names that are no UTF-8
 
 
 def version_text(about: Mapping[str, str | None]) -> str:
@@ -80,7 +81,7 @@ def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     machine = ", ".join([about["gpu"] or about["processor"], f"{about['threads']} threads", *about["preloaded"]])
     page = f"# {record_path(out, '').name}\n\n`{about['command']}` by {version_text(about)}{changed}, {machine}, " \
            f"torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
-    record_path(out, ".md").write_text(page, encoding="utf-8")
+    record_path(out, ".md").write_text(page, encoding="utf-8", errors="backslashreplace")
     return page
 
 

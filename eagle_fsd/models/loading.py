@@ -184,7 +184,8 @@ def load_compact(
 def safetensors_dtypes(target: str) -> set[str]:
     """The names of the floating dtypes in a checkpoint's safetensors files; empty without such files."""
     index = fetch(target, "model.safetensors.index.json")
-    files = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {"model.safetensors"}
+    shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else ()
+    files = set(shards) or {"model.safetensors"}
     dtypes = set()
     for path in (fetch(target, name) for name in files):
         if path is None:
