@@ -125,8 +125,13 @@ def generate(
     return outputs if batched else outputs[0]
 
 
-def with_options(options: GenerateOptions | None, keywords: Mapping[str, object]) -> GenerateOptions:
+def with_options(
+    options: GenerateOptions | None, keywords: Mapping[str, object], also: Sequence[str] = CALL_KEYWORDS
+) -> GenerateOptions:
     """The options, overridden by the keywords.
+
+    Args:
+        also: further names that the caller takes, for the error message.
 
     Raises:
         TypeError, ValueError: an unknown name, or a bad value.
@@ -138,7 +143,7 @@ def with_options(options: GenerateOptions | None, keywords: Mapping[str, object]
         return options  # its constructor has checked it
     base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
     overrides = from_generate(keywords, base.get("temperature", 0.0))
-    return GenerateOptions.from_names({**base, **overrides}, CALL_KEYWORDS)
+    return GenerateOptions.from_names({**base, **overrides}, also)
 
 
 @torch.inference_mode()
@@ -200,6 +205,12 @@ def stream(receipts: Sequence[Receipt], streamer: BaseStreamer) -> None:
     streamer.put(torch.tensor([receipt.token for receipt in receipts]))
 
 
+def check_streamer(streamer: object) -> None:
+    """Raise TypeError unless it is None or has the methods of a `transformers` streamer."""
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
+
+
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
     """End the streamer on exit, even if decoding fails: otherwise a thread that reads from it would wait forever.
@@ -207,8 +218,7 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
     Raises:
         TypeError: it lacks the methods of a `transformers` streamer.
     """
-    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise TypeError(f"streamer must have the methods put and end, got {streamer!r}")
+    check_streamer(streamer)
     try:
         yield
     finally:

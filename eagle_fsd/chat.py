@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .api import CALL_KEYWORDS, Keywords, generate, with_options
+from .api import CALL_KEYWORDS, Keywords, check_streamer, generate, with_options
 from .decoding.decoder import Session
 from .decoding.output import Output
+from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
 from .options.generate import GenerateOptions
-from .options.keywords import GenerateKeywords, lists_options
+from .options.keywords import GenerateKeywords, lists_options, unknown_option
+from .utils.checks import check_functions
 from .utils.locks import Lock
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+TURN_KEYWORDS = [name for name in CALL_KEYWORDS if name != "session"]  # a chat has its own session
 
 
 class Chat:
@@ -29,7 +34,7 @@ class Chat:
     Args:
         model: the result of `load`; None: the default pair.
         system: text of the system message.
-        options: keyword arguments of `generate` for every turn.
+        options: keyword arguments of `generate` for every turn, except `session`: a chat has its own.
 
     Attributes:
         messages: the conversation in the form that `generate` takes. It may be edited between turns.
@@ -47,8 +52,10 @@ class Chat:
         self.model = default_model() if model is None else model
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             raise ValueError("a chat needs a tokenizer with a chat template, and this model has none")
-        by_name = {name: value for name, value in options.items() if name not in CALL_KEYWORDS}
-        with_options(options.get("options"), by_name)
+        by_name = {name: value for name, value in options.items() if name not in TURN_KEYWORDS}
+        check_streamer(options.get("streamer"))
+        make_requests(self.model, [[0]], with_options(options.get("options"), by_name, TURN_KEYWORDS),
+                      options.get("logits_processor"), options.get("stopping_criteria"))
         self.options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turn = Lock()
@@ -87,8 +94,11 @@ class Chat:
         """
         with self._turn:
             messages = [*self.messages, {"role": "user", "content": text}]
+            if "session" in options:
+                raise TypeError(unknown_option("session", [*GenerateKeywords.__annotations__, *TURN_KEYWORDS]))
+            check_functions("stopping_criteria", options.get("stopping_criteria"))
             whole = options.get("options") is not None
-            options = {**{name: value for name, value in self.options.items() if name in CALL_KEYWORDS or not whole},
+            options = {**{name: value for name, value in self.options.items() if name in TURN_KEYWORDS or not whole},
                        **options}
             criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
             self._stopped = False

@@ -266,3 +266,22 @@ def test_what_the_chat_template_is_given(model, given, rendered):
     said = Chat(model, **options)
     said.messages = chat[:-1]
     assert said.send("b").token_ids == expected
+
+
+def test_what_send_would_refuse_is_refused_at_once(model):
+    """The constructor takes no option that no turn can serve; `send` has the same message."""
+    for given, error, said in (
+        ({"session": eagle_fsd.Session()}, TypeError, "unknown option 'session'; use Chat"),
+        ({"stopping_criteria": 5}, TypeError, "stopping_criteria must be a list"),
+        ({"logits_processor": [5]}, TypeError, "logits_processor must contain functions"),
+        ({"streamer": 5}, TypeError, "streamer must have the methods put and end"),
+        ({"seed": [1, 2]}, ValueError, "seed needs one for each prompt"),
+        ({"stop_token_ids": [10**6]}, ValueError, "stop_token_ids has token id 1000000"),
+    ):
+        for refused in (lambda given: Chat(model, **given), lambda given: Chat(model).send("a", **given)):
+            with pytest.raises(error, match=said):
+                refused(given)
+    with eagle_fsd.Engine(model) as engine:
+        for name in ("session", "streamer"):
+            with pytest.raises(TypeError, match=f"unknown option '{name}'; use "):
+                engine.submit([1], **{name: None})

@@ -134,7 +134,7 @@ class Engine:
             QueueFull: `max_waiting` requests wait already.
             EngineClosed: `close` was called, or the engine has failed.
         """
-        options = with_options(options, keywords)
+        options = with_options(options, keywords, ("logits_processor", "stopping_criteria", "fit"))
         self._check_tree(options)
         ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._fitting(options, len(ids)) if fit else options
