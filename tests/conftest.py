@@ -47,6 +47,17 @@ def loggers():
     assert not changed and logging.getLogger().level == logging.WARNING
 
 
+@pytest.fixture
+def homeless(tmp_path, monkeypatch):
+    """A user without HOME and without an entry in the system; the empty working directory."""
+    for name in ("HOME", "XDG_CACHE_HOME", "EAGLE_FSD_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    (tmp_path / "working").mkdir()
+    monkeypatch.chdir(tmp_path / "working")
+    return tmp_path / "working"
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return tiny_tokenizer()

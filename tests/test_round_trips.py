@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_gguf import write as write_gguf
-from tiny import CHAT_TEMPLATE, PROMPT, tiny_head, tiny_target, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, PROMPT, save_pair, tiny_chat_pair, tiny_head, tiny_target, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import eagle_fsd
+from eagle_fsd.cli import main
 from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.loading.pair import check_once
 
 TEXT = "ab cd.\nGrüße: 猫が好き <|im_start|>user\n"
 
@@ -140,3 +142,14 @@ def test_tokenizers(make, change, tmp_path):
     assert loaded.apply_chat_template(chat)["input_ids"] == saved.apply_chat_template(chat)["input_ids"]
     assert loaded.eos_token_id == saved.eos_token_id and loaded.all_special_ids == saved.all_special_ids
     assert len(loaded) == len(saved)
+
+
+def test_without_a_home_a_pair_loads_and_nothing_is_stored(tmp_path, homeless, caplog, capsys):
+    """As with a home that cannot be written: its latency is measured, and its check made, at each load."""
+    save_pair(tmp_path, tiny_chat_pair())
+    pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu")
+    assert "measured at each load: this user has no home directory" in caplog.text and pair.sizing is not None
+    assert len(eagle_fsd.generate("ab", pair, max_new_tokens=4).token_ids) == 4
+    check_once(pair.target.model, fused=True)
+    assert not list(homeless.iterdir())
+    assert main(["cache"]) == 2 and "set EAGLE_FSD_CACHE to a folder" in capsys.readouterr().err

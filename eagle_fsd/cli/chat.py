@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -130,14 +131,14 @@ class Terminal:
         print(f"system message: {self.chat.system}")
 
     def save(self, name: str) -> None:
-        with Path(name).expanduser().open("x", encoding="utf-8") as file:
+        with Path(os.path.expanduser(name)).open("x", encoding="utf-8", errors="backslashreplace") as file:
             json.dump({"messages": self.chat.messages}, file, ensure_ascii=False)
         print(f"written to {name}")
 
     def load(self, name: str) -> None:
         from ..inputs.prompts import encode_prompt
 
-        saved = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        saved = json.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
         messages = saved.get("messages") if isinstance(saved, dict) else None
         if not messages or not isinstance(messages, list):
             raise ValueError(f"{name} is not a conversation written by /save")

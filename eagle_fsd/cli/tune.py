@@ -43,7 +43,7 @@ class TuneCommand:
         model = self.pair.load()
         if model.draft is None:
             raise ValueError("curves need a drafter: name one with --draft")
-        curves = fit_curves(model, prompts, self.max_new_tokens)
         out = self.out or own_place(model.target, model.draft)
+        curves = fit_curves(model, prompts, self.max_new_tokens)
         out.mkdir(parents=True, exist_ok=True)
         print(f"stored the curves of {len(prompts)} prompts in {store_curves(out, curves)}")

@@ -176,14 +176,23 @@ def only_writer(path: Path) -> Iterator[None]:
             file.flush()
             yield
     except BlockingIOError:
-        raise ValueError(f"{path} is being written by process {lock.read_text()}: wait for its end, or choose another "
+        writer = lock.read_text(encoding="utf-8")
+        raise ValueError(f"{path} is being written by process {writer}: wait for its end, or choose another "
                          "path") from None
 
 
 def cache_directory() -> Path:
-    """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory."""
-    own = os.environ.get("EAGLE_FSD_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
+    """EAGLE_FSD_CACHE, else eagle_fsd in the user's cache directory.
+
+    Raises:
+        OSError: neither is known, as for a user without an entry in the system, in a container.
+    """
+    if own := os.environ.get("EAGLE_FSD_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle_fsd"
+    except RuntimeError as error:
+        raise OSError("this user has no home directory for a cache: set EAGLE_FSD_CACHE to a folder") from error
 
 
 def cache_limit() -> float:

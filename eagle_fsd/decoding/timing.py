@@ -206,11 +206,16 @@ def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> 
 def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     """The latency from the cache on disk; otherwise it is measured and stored there."""
     key = hashlib.sha256(json.dumps(circumstances(target, drafter)).encode()).hexdigest()[:16]
-    path = cache_directory() / "latency" / f"{key}.json"
-    if path.is_file():
+    try:
+        path = cache_directory() / "latency" / f"{key}.json"
+        is_stored = path.is_file()
+    except OSError as error:  # no home, or one that cannot be read
+        log.warning("the latency of drafting and verification is measured at each load: %s", error)
+        return measure(target, drafter)
+    if is_stored:
         try:
             stored = Latency.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
             log.warning("%s is not a valid latency (%s): measuring again", path, error)
         else:
             share = share_of(stored, target, drafter)
@@ -223,7 +228,7 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     latency = measure(target, drafter)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1)))
+        save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1), encoding="utf-8"))
     except OSError as error:
         log.warning("%s cannot be written (%s): the latency will be measured again next time", path, error)
     return latency

@@ -189,8 +189,9 @@ def own_place(target: TargetModel, drafter: Drafter) -> Path:
 
 def known_curves(beside: HeadCurves | None, target: TargetModel, drafter: Drafter) -> HeadCurves:
     """The user's own curves, else those stored beside the drafter, else the defaults."""
-    place, own = own_place(target, drafter), None
+    own = None
     try:
+        place = own_place(target, drafter)
         own = read_curves(place) if (place / FILE).is_file() else None
     except (OSError, ValueError) as error:
         log.warning("%s", error)

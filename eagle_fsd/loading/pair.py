@@ -260,15 +260,16 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     facts = (type(target).__name__, target.config.to_json_string(), target.config._attn_implementation,
              weights_digest(target), str(target.dtype), fused, code_version(), torch.__version__,
              transformers.__version__)
-    path = cache_directory() / "checked" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    name = f"checked/{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        reason = json.loads(path.read_text(encoding="utf-8"))["stock_reason"]
+        reason = json.loads((cache_directory() / name).read_text(encoding="utf-8"))["stock_reason"]
         remember_check(target, fused, read_structure(target), reason)
         return
     reason = TargetModel(target, fused=fused).stock_reason
     with suppress(OSError):  # it will be checked again
+        path = cache_directory() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason})))
+        save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason}), encoding="utf-8"))
 
 
 def weights_of(drafter: DraftHead | DraftModel) -> torch.nn.Module:
