@@ -23,7 +23,7 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.data.files import bytes_in
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
-from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.heads.checkpoint import is_causal_lm, save_head
 from eagle_fsd.heads.export import export_head
 from eval.llama_server import draft_type
 
@@ -61,6 +61,8 @@ def test_a_file_is_dequantised_once(target, tmp_path, cache, caplog):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert target_source(file) == str(folder) and (folder / "model.safetensors").stat().st_mtime_ns == before
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    for name in ("tiny.GGUF", "sha256-0f"):  # as on Windows, and in Ollama's store
+        assert target_source(shutil.copy(file, tmp_path / name)) == str(folder) and is_causal_lm(tmp_path / name)
     with torch.no_grad():
         target.lm_head.weight.mul_(2)
     assert dequantised(write(tmp_path / "tiny.gguf", target)) != folder  # another content is another model
@@ -392,3 +394,9 @@ def test_llama_cpp_needs_a_file_of_the_target(deep, tmp_path, monkeypatch):
     mute = write(tmp_path / "mute.gguf", tiny_target(num_hidden_layers=8), tokens=False)
     with pytest.raises(ValueError, match="it has no tokenizer.ggml.tokens"):
         export_head(tmp_path / "head", "llama.cpp", tmp_path / "a.gguf", target=mute)
+
+
+def test_without_a_home_a_file_names_the_variable(target, tmp_path, homeless):
+    with pytest.raises(OSError, match="this user has no home directory for a cache: set EAGLE_FSD_CACHE to a folder"):
+        eagle_fsd.load(write(tmp_path / "tiny.gguf", target), tree=None)
+    assert not list(homeless.iterdir())

@@ -3,6 +3,7 @@
 V = 32 vocabulary, D = 16 hidden size.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ from eval import study
 from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.features import write_features
+from train.heads import new_head
 from train.objectives import OBJECTIVES, AlignedLoss, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, split_batch
 from train.train_draft_head import main, train
@@ -564,6 +566,15 @@ def test_flags_change_the_recipe(monkeypatch, capsys):
         "steps": 7, "evaluate": False, "tree": TreeConfig(8, 3, 2),
         "objective": replace(OBJECTIVES["hass"], aligned_steps=2)})
     assert asdict(asked[0]) == asdict(wanted)
+
+
+def test_a_new_head_leaves_the_targets_config(place):
+    text = tiny_target(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}).config
+    for rope in (dict(text.rope_parameters), {"rope_type": "default", "rope_theta": 1e4}, {"type": "default"}):
+        text.rope_parameters, before = rope, copy.deepcopy(rope)
+        head = new_head(TrainingConfig(data=place / "data", output=place / "new"), text)
+        head.config.rope_parameters["rope_theta"] = 7.0
+        assert text.rope_parameters == before
 
 
 def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):

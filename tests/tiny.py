@@ -133,6 +133,7 @@ REFUSED = {
     "bloom": {},
     "mpt": {"d_model": HIDDEN, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
     "falcon-alibi": {"model_type": "falcon", "alibi": True},
+    "openai-gpt": {},
     "trocr": {"d_model": HIDDEN, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24},
     "hyperclovax": {"logits_scaling": 2.0},
 }

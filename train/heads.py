@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
     for name in other:
         if getattr(config, name):
             raise ValueError(f"{name} is not a setting of an {config.head} head")
-    fields = {name: getattr(text, name) for name in SHAPE if getattr(text, name, None) is not None}
+    fields = {name: copy.deepcopy(getattr(text, name)) for name in SHAPE if getattr(text, name, None) is not None}
     fields |= {"num_hidden_layers": 1, "hidden_act": "silu", "tie_word_embeddings": False}
     fields |= {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
     if (config.draft_vocab_size or 0) > fields["vocab_size"]:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 from .gguf_config import ROPE_TENSORS, gguf_config
-from .sources import check_source, fetch
+from .sources import check_source, fetch, is_gguf
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, GGUFWriter, ReaderField
@@ -63,7 +63,7 @@ def check_target(source: object) -> str:
     Raises:
         TypeError, ValueError: see `check_source`; a directory contains no model.
     """
-    if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
+    if is_gguf(source):
         return str(source)
     checked = check_source("target", source)
     configs = (Path(checked, name) for name in ("config.json", "adapter_config.json"))
@@ -78,9 +78,6 @@ def dequantised(file: Path) -> Path:
     Args:
         file: a whole model, or any shard of a split one beside the others.
     """
-    with open(file, "rb") as content:
-        if content.read(4) != b"GGUF":
-            raise ValueError(f"{file} is no GGUF file: it does not begin with the bytes GGUF")
     files = shards(file)
     prints = "-".join(map(fingerprint, files))
     name = prints if len(files) == 1 else hashlib.sha256(prints.encode()).hexdigest()[:16]
@@ -124,7 +121,7 @@ def shards(file: Path) -> list[Path]:
     if found is None:
         return [file]
     name, count = found.groups()
-    files = [file.with_name(f"{name}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    files = [file.with_name(f"{name}-{number:05d}-of-{count}{file.suffix}") for number in range(1, int(count) + 1)]
     if lacking := [part.name for part in files if not part.is_file()]:
         raise ValueError(f"{file} is one of {int(count)} shards, and beside it are not: {', '.join(lacking)}")
     return files

@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 
 def check_source(name: str, source: object) -> str:
-    """A directory or hub id as a string; GGUF files are not for this function.
+    """A directory or hub id as a string; files that `is_gguf` knows are not for this function.
 
     A missing path is not looked up at the hub, which takes half a minute without a network. A string is taken as a path
     if it is no valid hub id, has the suffix of a weights file, or its parent is an existing folder.
@@ -25,10 +25,11 @@ def check_source(name: str, source: object) -> str:
         raise TypeError(f"{accepted}, got {source!r}")
     text, path = str(source), Path(source)
     if path.is_file():
-        raise ValueError(f"{accepted}, {text!r} is a file")
+        raise ValueError(f"{accepted}, {text!r} is a file" if is_gguf(path) else
+                         f"{accepted}, {text} is no GGUF file: it does not begin with the bytes GGUF")
     if path.is_dir() and text:
         return text
-    if path.suffix in (".gguf", ".safetensors", ".bin", ".pt"):
+    if path.suffix.lower() in (".gguf", ".safetensors", ".bin", ".pt"):
         raise ValueError(f"{accepted}, there is no file {text!r}")
     if isinstance(source, Path) or not is_hub_id(text):
         raise ValueError(f"{accepted}, there is no directory {text!r}")
@@ -36,6 +37,14 @@ def check_source(name: str, source: object) -> str:
         raise ValueError(f"{accepted}, there is no directory {text!r} (it is not looked up at the hub, because there "
                          f"is a folder {str(path.parent)!r})")
     return text
+
+
+def is_gguf(source: object) -> bool:
+    """Whether a source is a GGUF file, of any name."""
+    if not (isinstance(source, (str, Path)) and Path(source).is_file()):
+        return False
+    with open(source, "rb") as content:
+        return content.read(4) == b"GGUF"
 
 
 def is_hub_id(text: str) -> bool:

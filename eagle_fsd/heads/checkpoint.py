@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from ..data.files import save_atomically
-from ..data.sources import check_source, fetch
+from ..data.sources import check_source, fetch, is_gguf
 from ..models.loading import EmptyWeights
 from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
@@ -116,7 +116,7 @@ def is_causal_lm(source: str | Path) -> bool:
     Raises:
         TypeError, ValueError, OSError: see `load_head`.
     """
-    if isinstance(source, (str, Path)) and Path(source).suffix == ".gguf" and Path(source).is_file():
+    if is_gguf(source):
         return True
     source = check_source("a draft head or causal LM", source)
     if Path(source, "adapter_config.json").is_file():

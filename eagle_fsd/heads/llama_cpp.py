@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..data.files import save_atomically
 from ..data.gguf import copy_field
+from ..data.sources import is_gguf
 from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -53,11 +54,11 @@ def write_gguf(source: str | Path, file: str | Path, target: str | Path | None, 
         OSError: the file cannot be written.
     """
     file = Path(file)
-    if file.suffix != ".gguf" or file.exists():
+    if file.suffix.lower() != ".gguf" or file.exists():
         raise ValueError(f"{file} exists" if file.exists() else f"llama.cpp reads a file NAME.gguf, got {str(file)!r}")
     if dtype not in TYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TYPES))}, got {dtype}")
-    if target is None or Path(target).suffix != ".gguf" or not Path(target).is_file():
+    if not is_gguf(target):
         raise ValueError("llama.cpp needs the target's tokenizer in the head's file: pass target, the GGUF file of the "
                          f"target that it will serve, got {target!r}")
     if find_spec("gguf") is None:
