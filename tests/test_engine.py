@@ -270,6 +270,40 @@ def test_prefixes_are_bounded(most, room, found):
             assert (engine.stats.reused_tokens - before > 0) == (again in found)
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "running"])
+@pytest.mark.parametrize("part", ["target", "head"])
+def test_nothing_is_copied_that_other_weights_have_computed(part, ended):
+    """Weights change in place, beside a row that runs or after it. Its own caches are those of both, as in a loop."""
+    pair, prompt, tickets = tiny_pair(), [(3 * i + 1) % VOCAB for i in range(25)], []
+    options = {"max_new_tokens": 12, "acceptance": "exact", "text_drafts": "off", "seed": 0}
+    values = (pair.target.model.model if part == "target" else pair.draft).layers[0].self_attn.v_proj.weight
+
+    def submit(engine):
+        tickets.append(engine.submit(prompt, **options))
+
+    def change(engine):
+        with torch.no_grad():
+            values.mul_(-2)
+
+    def reset(engine):
+        with torch.no_grad():
+            values.div_(-2)
+
+    pause = [[]] * (20 if ended else 1)
+    engine = scheduled(pair, [[submit], *pause, [change, submit], *[[]] * 20, [submit], *[[]] * 20, [reset, submit]],
+                       tree=TREE)
+    outputs = [ticket.result(0) for ticket in tickets]
+    assert [len(prompt) - output.stats.prefill_tokens > 0 for output in outputs] == [False, False, True, False]
+    expected = eagle_fsd.generate(prompt, pair, tree=TREE, **options)
+    assert_as_alone(outputs[3], expected)
+    change(engine)
+    changed = eagle_fsd.generate(prompt, pair, tree=TREE, **options)
+    for output in outputs[1:3]:
+        assert_as_alone(output, changed)
+        assert output.stats.accepted_lengths == changed.stats.accepted_lengths  # of a head, only drafts are others
+    assert (changed.token_ids != expected.token_ids) == (part == "target")
+
+
 # Room, queue and closing ------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,7 @@ class Request:
         self.stop_strings, self.text_source, self.grammar = stop_strings, text_source, grammar
         # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
         self.tokens = list(prompt)  # while decoding, the last one is the root
+        self.weights: tuple | None = None  # in an engine, `weights_key` of both models before the prefill
         # The answer.
         self.receipts: list[Receipt] = []
         self.reason: str | None = None  # why it ended, possibly "error" or "cancelled"; None: it has not
