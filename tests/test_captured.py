@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
 from eagle_fsd.acceptance import Nodes
-from eagle_fsd.acceptance.divergence import _other_tokens
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
@@ -458,8 +457,6 @@ def programs_of(pair, rows, draw, rule):
     options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Fixed(tree)).next())
-    if drafter.draft_tokens is not None:
-        _other_tokens(buffers.draft_tokens, target.vocab_size)
     processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
     return (partial(draft, buffers, target, drafter, settings.draft, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),

@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -66,3 +67,18 @@ def test_limits_at_extreme_logits_and_no_nan(name):
 def test_unknown_names_are_refused_with_what_is_accepted(name):
     with pytest.raises(ValueError, match="kl, reverse_kl, js, tv, js_fsd_code"):
         get_divergence(name)
+
+
+@pytest.mark.parametrize("name", ["kl", "js_top8"])
+def test_tokens_of_a_draft_are_read_at_each_call_and_not_kept(name):
+    """A head may name other tokens after a change in place, and its tensors go with it."""
+    torch.manual_seed(0)
+    tokens, target, draft = torch.tensor([1, 4, 5, 9]), torch.randn(3, 11), torch.randn(3, 4)
+    divergence, wide = get_divergence(name, tokens), get_divergence(name)
+    for named in ([1, 4, 5, 9], [0, 2, 3, 10]):
+        tokens.copy_(torch.tensor(named))
+        expected = wide(target, torch.full((3, 11), -math.inf).index_copy(1, tokens, draft))
+        torch.testing.assert_close(divergence(target, draft), expected)
+    kept = weakref.ref(tokens)
+    del tokens, divergence
+    assert kept() is None

@@ -21,6 +21,7 @@ from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.prefixes import Prefixes
 from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding.forwards import shared_prefix
 from eagle_fsd.decoding.timing import SameCopies
 from eagle_fsd.drafting.copies import MOST_NODES, TextSource
 from eagle_fsd.drafting.sizing import Auto
@@ -268,6 +269,17 @@ def test_prefixes_are_bounded(most, room, found):
                 before = engine.stats.reused_tokens
                 engine.submit(prompt(number), max_new_tokens=4, text_drafts="off").result()
             assert (engine.stats.reused_tokens - before > 0) == (again in found)
+
+
+def test_the_common_prefix_of_two_texts():
+    """Also longer than the parts that are compared at once."""
+    text = list(range(1000, 1700))
+    for at in (0, 1, 255, 256, 257, 511, 512, 513, 699):
+        other = [*text[:at], 7, *text[at + 1 :]]
+        assert shared_prefix(text, other) == shared_prefix(other, text) == at
+        assert shared_prefix(text[:at], text) == shared_prefix(text, text[:at]) == at
+        assert shared_prefix(text[:at], other[: at + 1]) == at
+    assert shared_prefix(text, list(text)) == len(text) and shared_prefix([], []) == 0
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "running"])

@@ -5,7 +5,6 @@ and has the signature `(target_logits [..., V], draft_logits [..., V]) -> [...]`
 (logit -inf) contributes its limit: 0 * log 0 = 0, and infinity if a logarithm of 0 has positive weight.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable
@@ -100,14 +99,6 @@ def widen(
     return absent.index_copy_(-1, draft_tokens, draft_logits)
 
 
-@functools.lru_cache(maxsize=8)
-def _other_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """[V - R] long: the token ids that are not among `tokens` [R]."""
-    other = torch.ones(vocab_size, dtype=torch.bool, device=tokens.device)
-    other[tokens] = False
-    return other.sort(descending=True, stable=True).indices[: vocab_size - len(tokens)]
-
-
 def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
     """A divergence by its name; `<name>_top<k>` compares the target's k best tokens and one bucket for the rest.
 
@@ -133,7 +124,7 @@ def get_divergence(name: str, draft_tokens: Tensor | None = None) -> Divergence:
             known, unnamed = target_logits.split((named, size - named), -1)
         else:
             known = target_logits.index_select(-1, draft_tokens)
-            unnamed = target_logits.index_select(-1, _other_tokens(draft_tokens, size))
+            unnamed = target_logits.index_fill(-1, draft_tokens, -math.inf)
         both = torch.cat([known, unnamed.logsumexp(-1, keepdim=True)], -1)
         return full(both.float(), pad(draft_logits, (0, 1), value=-math.inf))
 
