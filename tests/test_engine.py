@@ -605,6 +605,49 @@ def test_memory_that_runs_out_ends_one_request(monkeypatch):
     assert failures >= 8
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError], ids=readable)
+@pytest.mark.parametrize("place", ["draft", "layer", "verify", "logits", "commit"])
+def test_memory_that_runs_out_in_a_cycle_ends_the_longest_request(place, error, monkeypatch):
+    """The others go on where they were, as do requests that come later."""
+    pair, prompts, tickets, calls = tiny_pair(), [PROMPT, PROMPT[:7], PROMPT[:9], PROMPT[2:]], [], []
+    options = {"max_new_tokens": 12, "acceptance": "exact", "seed": 0}
+    expected = [eagle_fsd.generate(prompt, pair, tree=TREE, **options) for prompt in prompts]
+    layer = type(pair.target.fused.layers[1])
+    owner, name = {"draft": (type(pair.draft), "predict"), "layer": (layer, "__call__"),
+                   "verify": (type(pair.target), "verify"), "logits": (type(pair.target), "logits"),
+                   "commit": (TreeCache, "commit")}[place]
+    working = getattr(owner, name)
+
+    def scarce(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == failing[0]:
+            raise error("out of memory")
+        return working(self, *args, **kwargs)
+
+    def submit(*numbers):
+        return lambda engine: tickets.extend(engine.submit(prompts[number], **options) for number in numbers)
+
+    failed = 0
+    for at in range(1, 16):
+        failing = [None]
+        tickets.clear()
+
+        def arm(engine, at=at, failing=failing):
+            failing[0] = len(calls) + at
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, scarce)
+            engine = scheduled(pair, [[submit(0, 1, 2)], [arm], *[[]] * 30, [submit(3)]], max_rows=4, tree=TREE)
+        ended = {"error": 1, "length": 3} if failing[0] <= len(calls) else {"length": 4}
+        assert engine.error is None and engine.stats.finished == ended
+        failed += isinstance(tickets[0]._output.exception(), error)  # the longest, while it has not ended
+        for number, ticket in enumerate(tickets):
+            if ticket._output.exception() is None:
+                assert_as_alone(ticket.result(), expected[number])
+                assert pieces_of(ticket)[0] == expected[number].token_ids
+    assert failed
+
+
 # What is kept -----------------------------------------------------------------------------------------------------
 
 

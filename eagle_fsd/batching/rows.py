@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..decoding.decoder import Decoder
+from ..decoding.decoder import OUT_OF_MEMORY, Decoder
 from ..decoding.forwards import Forwards
 from ..decoding.output import Receipt
 from ..decoding.request import Request
@@ -205,7 +205,7 @@ class Rows:
         while self.requests:
             try:
                 return self._make_room([*self.requests, *(self.prefilling.requests if self.prefilling else ())])
-            except RuntimeError as error:
+            except OUT_OF_MEMORY as error:
                 max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
                 self._drop_finished()
 
@@ -304,7 +304,7 @@ class Rows:
 
     def _keep_prefix(self, forwards: Forwards, number: int, request: Request) -> None:
         """Keep a row's caches for prompts with the same beginning, if there is memory for them."""
-        with suppress(RuntimeError):
+        with suppress(*OUT_OF_MEMORY):
             self.prefixes.add(forwards, number, request)
 
     def end(self, request: Request) -> None:

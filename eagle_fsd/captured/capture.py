@@ -132,5 +132,5 @@ class Pool:
             self.bar = None
 
     def clear(self) -> None:
-        """Drop all programs: a weight was replaced."""
+        """Drop all programs."""
         self.programs.clear()

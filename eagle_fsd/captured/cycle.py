@@ -108,8 +108,12 @@ class Home:
         """Drop the programs if a weight was replaced or changed."""
         if self.weights != (weights := weights_key(self.target, self.drafter)):
             self.weights = weights
-            self.pool.clear()
-            self.buffers.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop the programs and their buffers."""
+        self.pool.clear()
+        self.buffers.clear()
 
 
 class CapturedCycles:
@@ -210,6 +214,9 @@ class CapturedCycles:
             home = self._home(forwards)
             try:
                 return self._step(home, settings, requests, forwards, rules, plan, copies)
+            except BaseException:  # the buffers may be ahead of the host
+                home.clear()
+                raise
             finally:
                 home.pool.close_bar()
 

@@ -27,6 +27,7 @@ from .processing import VerifiedTrees, couple
 from .request import EXACT, Emission, Request
 
 STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
+OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
 
 
 class Decoder:
@@ -112,41 +113,52 @@ class Decoder:
         return emission
 
     def step(self) -> list[list[Receipt]]:
-        """Run one cycle. Each request emits its accepted draft tokens and one token of the target.
+        """Run one cycle. Each request emits its accepted draft tokens and one token of the target. If memory runs out,
+        the longest request ends with this error, and the others continue with the next cycle.
 
         Returns:
             For each request, receipts of the new tokens of its answer; none if an error ended it, see `Request.error`.
         """
-        rules = [request.current_rule() for request in self.requests]
+        requests = self.requests
+        try:
+            if self._most is not None:
+                longest = max(len(request.tokens) for request in requests)
+                self.forwards.make_room(longest + self._nodes, self._levels, self._most)
+            with self.forwards.only(slice(0, len(requests))):
+                return self._cycle(requests)
+        except OUT_OF_MEMORY as error:
+            max(requests, key=lambda request: len(request.tokens)).finish("error", error)
+            return [[] for _ in requests]
+
+    def _cycle(self, requests: Sequence[Request]) -> list[list[Receipt]]:
+        """Draft, verify, accept and commit."""
+        rules = [request.current_rule() for request in requests]
         lengths = self.forwards.lengths  # L of each: the position of the root
-        copies = [request.draft_copies(rule) for request, rule in zip(self.requests, rules, strict=True)]
+        copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
         plan = self.drafting.next(copies)
         if self.captured is not None and self.observe is None:
-            walked = self.captured.step(self.requests, self.forwards, rules, plan, copies)
+            walked = self.captured.step(requests, self.forwards, rules, plan, copies)
             if walked is not None:
-                return [self._accept_walked(*row) for row in zip(self.requests, walked, strict=True)]
-        if self._most is not None:
-            longest = max(len(request.tokens) for request in self.requests)
-            self.forwards.make_room(longest + self._nodes, self._levels, self._most)
+                return [self._accept_walked(*row) for row in zip(requests, walked, strict=True)]
         coupling = None
         if plan.uses_drafter:
             vocabulary = self.drafter.draft_vocab_size if self.draft_tokens is None else self.draft_tokens
-            coupling = couple(self.requests, rules, lengths, vocabulary, self.device)
-        tree, draft_logits = self.forwards.draft(self.requests, plan, copies, coupling)
-        if plain := [number for number, request in enumerate(self.requests) if not request.params.speculative]:
+            coupling = couple(requests, rules, lengths, vocabulary, self.device)
+        tree, draft_logits = self.forwards.draft(requests, plan, copies, coupling)
+        if plain := [number for number, request in enumerate(requests) if not request.params.speculative]:
             tree = tree.without_drafts(plain)
         features = self.forwards.verify(tree)  # [B, N, F]
         logits = self.target.logits(features)  # [B, N, V]
         paths, emissions = self._accept(
-            rules, VerifiedTrees.of(self.requests, lengths, tree, logits, draft_logits, self.draft_tokens))
+            rules, VerifiedTrees.of(requests, lengths, tree, logits, draft_logits, self.draft_tokens))
         self.forwards.commit(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
         emitted = [len(emission.receipts) for emission in emissions]
         self.drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
         if plan.uses_drafter and self.observe is not None:
             self.observe(tree, draft_logits, paths)
-        for request in self.requests:
+        for request in requests:
             request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
-        return [request.append(emission) for request, emission in zip(self.requests, emissions, strict=True)]
+        return [request.append(emission) for request, emission in zip(requests, emissions, strict=True)]
 
     def _accept_walked(self, request: Request, walked: Walked) -> list[Receipt]:
         """Accept the path of a captured cycle."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 
 import torch
@@ -164,6 +165,20 @@ class Forwards:
     @property
     def caches(self) -> list[TreeCache]:
         return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+
+    @contextmanager
+    def only(self, rows: slice) -> Iterator[None]:
+        """Restrict the forwards to some rows within the context. An error leaves these as they were."""
+        unread = self.unread_features
+        self.unread_features = [list(parts) for parts in unread[rows]]
+        try:
+            with ExitStack() as stack:
+                for cache in self.caches:
+                    stack.enter_context(cache.only(rows))
+                yield
+            unread = [*unread[: rows.start], *self.unread_features, *unread[rows.stop :]]
+        finally:
+            self.unread_features = unread
 
     def keep_rows(self, numbers: Sequence[int]) -> None:
         """Keep only these rows (ascending)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 
 import torch
@@ -191,16 +191,21 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.appended = 0
 
-    @contextmanager
-    def one_row(self, row: int) -> Iterator[None]:
+    def one_row(self, row: int) -> AbstractContextManager[None]:
         """Restrict the cache to one sequence within the context, for a forward of that sequence alone."""
-        lengths, rows = self.lengths, self.rows
-        self.rows, self.lengths = slice(row, row + 1), lengths[row : row + 1]
+        return self.only(slice(row, row + 1))
+
+    @contextmanager
+    def only(self, rows: slice) -> Iterator[None]:
+        """Restrict the cache to some sequences within the context. After an error they are as long as before."""
+        lengths, batch = self.lengths, self.rows
+        self.rows = slice(batch.start + rows.start, batch.start + rows.stop)
+        self.lengths = lengths[rows]
         try:
             yield
+            lengths[rows] = self.lengths
         finally:
-            lengths[row] = self.length
-            self.rows, self.lengths = rows, lengths
+            self.rows, self.lengths = batch, lengths
 
     def commit(
         self,
@@ -208,8 +213,8 @@ class TreeCache(Cache):
         kept: Sequence[Sequence[int]],  # of the positions appended since, which each row keeps: ascending, 0 the first
     ) -> None:
         """Keep the first `lengths[b]` positions of each row, followed by the appended ones `kept[b]`; drop the rest."""
-        moves = [(row, length + source, length + target)
-                 for row, (length, places) in enumerate(zip(lengths, kept, strict=True))
+        texts = enumerate(zip(lengths, kept, strict=True), self.rows.start)
+        moves = [(row, length + source, length + target) for row, (length, places) in texts
                  for target, source in enumerate(places) if source != target]
         if moves:
             chosen = torch.tensor(moves)
