@@ -291,6 +291,9 @@ def captured_times(
     decoder = decoder_of(pair, prompts, 3 * rounds + 4, tree, captured, **options)
     for _ in range(4):  # programs are captured
         decoder.step()
+    for request in decoder.requests:
+        if request.error is not None:
+            raise request.error
 
     def several(once: Callable[[], object]) -> float:
         def all_rounds() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_cuda import CUDA, Graph, Operations, fake_cuda, move
 from test_engine import TREE as ENGINE_TREE
-from test_engine import assert_as_alone, request
+from test_engine import assert_as_alone, request, scheduled
 from test_oracle import ORACLE
 from tiny import NAMED, PROMPT, PROMPTS, random_head, small_model, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
 from eagle_fsd.acceptance import Nodes
+from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.captured import buffers as captured_buffers
 from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.capture import Pool, Program, uncollected
-from eagle_fsd.captured.cycle import CapturedCycles, settings_of
+from eagle_fsd.captured.cycle import CapturedCycles, log_uncaptured, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding.decoder import Decoder
 from eagle_fsd.decoding.request import Request, RequestParams
@@ -228,6 +229,77 @@ def test_requests_of_an_engine_that_join_and_leave(kind):
         for number, ticket in tickets.items():
             assert_as_alone(ticket.result(), alone[number])
     assert len(pair.captured.taken) > sum(pair.captured.taken) > 5
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"), ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logits_processor": [lambda ids, scores: scores]}, "function"), ({"speculative": False}, "speculative=False"),
+    ({"acceptance": "own"}, "the rule Own"),
+], ids=str)
+@pytest.mark.parametrize("kind", ["EAGLE-2", "causal LM"])
+def test_few_requests_that_cannot_be_captured_leave_the_others_captured(kind, options, named, caplog):
+    """Wherever they are in the batch; texts are as alone, and the log says once what is not captured."""
+    pair, tickets, rows = PAIRS[kind](), [], []
+    if options.get("acceptance") == "own":
+        options = {"acceptance": type("Own", (FSD,), {})(0.3)}
+    asked = [({}, 30), (options, 40), ({}, 44), (options, 12), *[({}, 36 + number) for number in range(5)]]
+    prompts = [PROMPTS[number % len(PROMPTS)][: 12 - number] for number in range(len(asked))]
+    fixed = {"tree": TREE, "text_drafts": "off", "seed": 0}
+    expected = [eagle_fsd.generate(prompt, pair, max_new_tokens=count, **fixed, **own)
+                for prompt, (own, count) in zip(prompts, asked, strict=True)]
+    pair = capturing(pair)
+    spy = pair.captured.step
+
+    def step(requests, *args):
+        walked = spy(requests, *args)
+        rows.append((walked is not None, [request.params.seed for request in requests]))
+        return walked
+
+    pair.captured.step = step
+    log_uncaptured.cache_clear()
+
+    def submit(*numbers):
+        return lambda engine: tickets.extend(engine.submit(
+            prompts[number], max_new_tokens=asked[number][1], **{**fixed, "seed": number}, **asked[number][0])
+            for number in numbers)
+
+    engine = scheduled(pair, [[submit(0, 1, 2)], [], [], [submit(3, 4, 5, 6, 7, 8)]], max_rows=9, tree=TREE)
+    assert engine.error is None
+    for ticket, alone in zip(tickets, expected, strict=True):
+        found = ticket.result(0)
+        assert_as_alone(found, replace(alone, seed=found.seed))
+        assert found.stats.accepted_lengths == alone.stats.accepted_lengths
+        assert [token for piece in ticket for token in piece.token_ids] == alone.token_ids
+    apart = [(captured, seeds) for captured, seeds in rows if not {1, 3} & set(seeds)]
+    assert len(apart) >= 8 and all(captured for captured, _ in apart)
+    assert [1, 3] in [sorted(seeds) for captured, seeds in rows if not captured]
+    assert caplog.text.count(f"take up to twice as long, for {named}") == 1
+
+
+def test_memory_that_runs_out_in_a_captured_cycle_ends_the_longest_request(monkeypatch):
+    """In whichever program, also after the buffers were changed: the others go on where they were."""
+    options, failures = {"max_new_tokens": 24, "text_drafts": "off", "seed": 0}, set()
+    expected = [eagle_fsd.generate(prompt, tiny_pair(), tree=TREE, **options) for prompt in PROMPTS]
+    for last in range(5, 17):
+        pair, tickets, calls = capturing(tiny_pair()), [], []
+        run = Pool.run
+
+        def scarce(pool, key, function, calls=calls, last=last, run=run):
+            run(pool, key, function)
+            calls.append(key[0])
+            if len(calls) == last:
+                failures.add(key[0])
+                raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Pool, "run", scarce)
+            engine = scheduled(pair, [[lambda engine, tickets=tickets: tickets.extend(
+                engine.submit(prompt, **options) for prompt in PROMPTS)]], tree=TREE)
+        assert engine.error is None and engine.stats.finished == {"error": 1, "length": len(PROMPTS) - 1}
+        assert isinstance(tickets[3]._output.exception(), torch.OutOfMemoryError) and all(pair.captured.taken)
+        for number in (0, 1, 2, 4):
+            assert_as_alone(tickets[number].result(0), expected[number])
+    assert failures == {"draft", "verify", "walk"}
 
 
 def test_kept_features_of_a_cancelled_request_are_its_own():

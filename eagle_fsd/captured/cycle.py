@@ -6,6 +6,8 @@ device drafts while the host extends the answers and looks for copies. A request
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ from .capture import Pool
 from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
+log = logging.getLogger(__name__)
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
 
@@ -194,15 +197,21 @@ class CapturedCycles:
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
+    def captures(self, requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
+        """The settings of a cycle of these models; None: it cannot be captured."""
+        models = [model for model in (self.target, self.drafter) if model is not None]
+        if any(model.fused is None or "forward" in vars(model) for model in models):
+            return None
+        return settings_of(requests, rules, plan)
+
     @torch.inference_mode()
     def step(
         self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
         copies: Sequence[Copies | None],
     ) -> list[Walked] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
-        settings = settings_of(requests, rules, plan)
-        models = [model for model in (self.target, self.drafter) if model is not None]
-        if settings is None or any(model.fused is None or "forward" in vars(model) for model in models):
+        settings = self.captures(requests, rules, plan)
+        if settings is None:
             return None
         if (settings.tree is None) != (forwards.drafter is None) or settings.tree is None and any(copies):
             return None
@@ -372,20 +381,38 @@ class CapturedCycles:
         return [Walked(*walked, buffers.config.depth if read else 0) for walked in zip(walks, origins, strict=True)]
 
 
+def obstacle(request: Request, rule: Rule, drafting: bool) -> str | None:
+    """What keeps every cycle of a request from being captured, as an option; None: nothing does.
+
+    Args:
+        rule: of the cycle. drafting: whether other rows have drafts.
+    """
+    params = request.params
+    if params.top_logprobs:
+        return "top_logprobs"
+    if drafting and not params.speculative:
+        return "speculative=False beside requests with drafts"
+    own = (type(processor).__name__ for processor in params.processors if type(processor) not in CAPTURABLE)
+    return next(own, None if type(rule) in RULES.values() else f"the rule {type(rule).__name__}")
+
+
+@functools.cache
+def log_uncaptured(what: str) -> None:
+    log.warning("cycles are not captured as CUDA graphs, and take up to twice as long, for %s", what)
+
+
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
     first, params = requests[0].params, [request.params for request in requests]
-    if plan.decided_by_scores or any(row.top_logprobs or plan.tree and not row.speculative for row in params):
+    drafting = plan.tree is not None
+    if plan.decided_by_scores or any(obstacle(*row, drafting) for row in zip(requests, rules, strict=True)):
         return None
-    if not share_processors(requests) or not all(type(processor) in CAPTURABLE for processor in first.processors):
-        return None
-    if any(type(rule) not in RULES.values() or row.greedy != first.greedy
-           for rule, row in zip(rules, params, strict=True)):
-        return None
+    if not share_processors(requests) or any(row.greedy != first.greedy for row in params):
+        return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
     own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
-        return None
+        return log_uncaptured("requests of different fuzzy rules in one batch")
     if plan.tree is None:  # no rule can choose
         own, rule = {EXACT}, EXACT
     weights = [row.noise_weight(rule) if plan.tree else 0.0 for row, rule in zip(params, rules, strict=True)]

@@ -186,6 +186,20 @@ class Forwards:
             cache.keep_rows(numbers)
         self.unread_features = [self.unread_features[number] for number in numbers]
 
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        length = max(cache.length for cache in self.caches)
+        states = [(storage, storage[:, :, [second, first], :, :length]) for cache in self.caches
+                  for storage in cache.allocated]  # of all caches, before a change: memory may run out
+        for storage, crossed in states:
+            storage[:, :, [first, second], :, :length] = crossed
+        for cache in self.caches:
+            lengths = cache.lengths
+            lengths[first], lengths[second] = lengths[second], lengths[first]
+            cache.commit(lengths, [()] * len(lengths))
+        unread = self.unread_features
+        unread[first], unread[second] = unread[second], unread[first]
+
     def allocate_like(self, other: Forwards) -> None:
         """Allocate the caches for rows of other forwards, so that `join` cannot run out of memory."""
         for cache, joining in zip(self.caches, other.caches, strict=True):

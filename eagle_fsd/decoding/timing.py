@@ -94,6 +94,9 @@ class SameCycle:
             for request, tokens in zip(decoder.requests, self.texts, strict=True):
                 request.tokens, request.text_source = list(tokens), source
             decoder.step()
+            for request in decoder.requests:
+                if request.error is not None:  # memory ran out: the time is not that of a cycle
+                    raise request.error
             forwards.cache.truncate(self.length)
 
         return once
