@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from .batching.engine import Engine
     from .batching.tickets import EngineClosed, Piece, QueueFull, Ticket
     from .chat import Chat
-    from .decoding.decoder import Session
+    from .decoding.batch import Session
     from .decoding.output import Output, Receipt, Stats
     from .drafting.config import TreeConfig
     from .drafting.copies import TextDrafts
@@ -63,7 +63,7 @@ else:
                         "acceptance"),
         "generate": "api",
         "Chat": "chat",
-        "Session": "decoding.decoder",
+        "Session": "decoding.batch",
         **dict.fromkeys(("Output", "Receipt", "Stats"), "decoding.output"),
         **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
         "DraftHead": "heads.eagle",

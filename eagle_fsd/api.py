@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from .decoding.decoder import Decoder, Session
+from .decoding import cycle
+from .decoding.batch import Batch, Session
 from .decoding.output import Output, Receipt
 from .decoding.request import Request
-from .drafting.drafter import weights_key
 from .drafting.tree import DraftTree
 from .inputs.prompts import encode_prompts
 from .inputs.requests import make_requests
@@ -167,34 +167,30 @@ def decode_requests(
             accepted path of each row (nodes, the root first).
         ended: called with each request as soon as it has ended, while others continue.
     """
-    earlier = None
+    parked = None
     if session is not None:  # empty until the end: an error may leave inconsistent caches
-        earlier, session.decoder = session.decoder, None
-        weights, session.weights = session.weights, weights_key(model.target, model.draft)
-        if earlier is not None and earlier.target is model.target and weights != session.weights:
-            earlier = None  # its caches are those of other weights or modules
+        parked, session.row = session.row, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
         params = group[0].params  # what the drafting policy reads is the same in all
         drafter = model.draft if params.speculative or session is not None else None  # a session's next call may draft
-        decoder = Decoder(model.target, drafter, group, model.drafting(params), earlier=earlier,
-                          captured=model.captured)
-        decoder.observe = observe
-        emitted = decoder.prefill()
+        batch = Batch(model.target, drafter, group, model.drafting(params), parked=parked, captured=model.captured)
+        batch.observe = observe
+        emitted = [cycle.prefill(batch, number) for number in range(len(group))]
         while True:
-            for request, receipts in zip(decoder.requests, emitted, strict=True):
+            for request, receipts in zip(batch.requests, emitted, strict=True):
                 if request.error is not None:
                     raise request.error
                 if streamer is not None:
                     stream(receipts, streamer)
                 if request.reason is not None and ended is not None:
                     ended(request)
-            if all(request.reason is not None for request in decoder.requests):
+            if all(request.reason is not None for request in batch.requests):
                 break
-            decoder.drop_finished()
-            emitted = decoder.step()
+            batch.drop_finished()
+            emitted = cycle.step(batch)
         if session is not None:
-            session.decoder = decoder
+            session.row = batch.row(0)
     return [request.output() for request in requests]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .api import CALL_KEYWORDS, Keywords, check_streamer, generate, with_options
-from .decoding.decoder import Session
+from .decoding.batch import Session
 from .decoding.output import Output
 from .inputs.requests import make_requests
 from .loading.load import default_model

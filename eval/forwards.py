@@ -39,7 +39,8 @@ from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.heads.eagle import DraftHead
@@ -188,18 +189,19 @@ def endpoint_parts(
     return parts
 
 
-def decoder_of(
+def batch_of(
     model: EagleModel, prompts: Sequence[list[int]], cycles: int, tree: TreeConfig | None,
     captured: CapturedCycles | None = None, **options: object,
-) -> Decoder:
-    """A decoder after prefill, with room for `cycles` cycles. It always uses this tree; None: no drafts."""
+) -> Batch:
+    """A batch after prefill, with room for `cycles` cycles. It always uses this tree; None: no drafts."""
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
     options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
-    decoder = Decoder(model.target, model.draft if tree else None, make_requests(model, prompts, options),
-                      Drafting(Fixed(tree)), captured=captured)
-    decoder.prefill()
-    return decoder
+    batch = Batch(model.target, model.draft if tree else None, make_requests(model, prompts, options),
+                  Drafting(Fixed(tree)), captured=captured)
+    for number in range(len(prompts)):
+        cycle.prefill(batch, number)
+    return batch
 
 
 def prompt_of(model: EagleModel, args: ForwardsArguments) -> torch.Tensor:  # [L]
@@ -215,16 +217,16 @@ def parts_of(model: EagleModel, args: ForwardsArguments) -> dict[tuple[str, int,
     prompt = prompt_of(model, args)
     parts["prompt", len(prompt), 1] = prefill_of(model, prompt[None])
     for rows in args.rows:
-        cycle = partial(decoder_of, model, [prompt.tolist()] * rows, args.rounds + 1)
+        new = partial(batch_of, model, [prompt.tolist()] * rows, args.rounds + 1)
         for nodes in args.nodes:
             parts["forward", nodes, rows] = forward_of(model, nodes, rows, len(prompt), output=False)
             parts["forward and output layer", nodes, rows] = forward_of(model, nodes, rows, len(prompt), output=True)
             if nodes == 1:
-                parts["cycle without drafting", 1, rows] = cycle(tree=None, acceptance="exact").step
+                parts["cycle without drafting", 1, rows] = partial(cycle.step, new(tree=None, acceptance="exact"))
                 continue
             tree = replace(args.tree, total_tokens=nodes)
             for name, options in map(parse_setting, args.settings):
-                parts[f"cycle, {name}", tree.nodes, rows] = cycle(tree=tree, **options).step
+                parts[f"cycle, {name}", tree.nodes, rows] = partial(cycle.step, new(tree=tree, **options))
     return parts
 
 
@@ -288,10 +290,10 @@ def captured_times(
 ) -> Iterator[tuple[str, float]]:
     """Milliseconds of a cycle, and of each of its programs."""
     device = pair.target.output_device
-    decoder = decoder_of(pair, prompts, 3 * rounds + 4, tree, captured, **options)
+    batch = batch_of(pair, prompts, 3 * rounds + 4, tree, captured, **options)
     for _ in range(4):  # programs are captured
-        decoder.step()
-    for request in decoder.requests:
+        cycle.step(batch)
+    for request in batch.requests:
         if request.error is not None:
             raise request.error
 
@@ -302,8 +304,8 @@ def captured_times(
 
         return 1000 * statistics.median(seconds_of(all_rounds, device) for _ in range(3)) / rounds
 
-    yield "cycle", several(decoder.step)
-    for name, program in captured.programs(decoder.forwards).items():
+    yield "cycle", several(partial(cycle.step, batch))
+    for name, program in captured.programs(batch).items():
         yield name, several(program)
 
 

@@ -32,7 +32,7 @@ from eagle_fsd.api import generate
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.progress import Progress
-from eagle_fsd.decoding.decoder import Session
+from eagle_fsd.decoding.batch import Session
 from eagle_fsd.decoding.output import Output
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.inputs.prompts import encode_prompt

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 import eagle_fsd
 from eagle_fsd import GenerateOptions
 from eagle_fsd.api import decode_requests
-from eagle_fsd.decoding import decoder
+from eagle_fsd.decoding import batch as batch_module
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.models.cache import TreeCache
 
@@ -116,7 +116,7 @@ def test_requests_of_all_kinds_together():
 
 def test_caches_grow_with_the_answers(model, monkeypatch):
     """Room that is allowed but not used costs nothing, and growing changes no token, in a batch and in a session."""
-    monkeypatch.setattr(decoder, "STEP", 3)
+    monkeypatch.setattr(batch_module, "STEP", 3)
     sizes, new = [], TreeCache._storage
     monkeypatch.setattr(TreeCache, "_storage", lambda cache, *shape: sizes.append(cache.capacity) or new(cache, *shape))
     options = {"tree": TREE, "temperature": 0.9}

@@ -13,7 +13,18 @@ from fake_cuda import CUDA, Graph, Operations, fake_cuda, move
 from test_engine import TREE as ENGINE_TREE
 from test_engine import assert_as_alone, request, scheduled
 from test_oracle import ORACLE
-from tiny import NAMED, PROMPT, PROMPTS, random_head, small_model, tiny_head, tiny_pair, tiny_target, tiny_tokenizer
+from tiny import (
+    NAMED,
+    PROMPT,
+    PROMPTS,
+    prefill,
+    random_head,
+    small_model,
+    tiny_head,
+    tiny_pair,
+    tiny_target,
+    tiny_tokenizer,
+)
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
@@ -26,7 +37,8 @@ from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.capture import Pool, Program, uncollected
 from eagle_fsd.captured.cycle import CapturedCycles, log_uncaptured, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Fixed
@@ -197,7 +209,7 @@ def test_a_session_keeps_its_storage_though_one_of_its_caches_was_replaced():
     for tree in (TREE, TreeConfig(12, 8, 6), TREE):
         out = eagle_fsd.generate(prompt, pair, session=session, max_new_tokens=20, tree=tree, text_drafts="off")
         prompt = [*prompt, *out.token_ids, 3, 4]
-        caches = session.decoder.forwards.caches
+        caches = session.row.caches
         before = [cache.allocated[0][..., : cache.length, :].clone() for cache in caches]
         eagle_fsd.generate(PROMPTS[1], pair, max_new_tokens=9, tree=TREE, text_drafts="off")
         assert all(torch.equal(cache.allocated[0][..., : cache.length, :], each)
@@ -250,9 +262,9 @@ def test_few_requests_that_cannot_be_captured_leave_the_others_captured(kind, op
     pair = capturing(pair)
     spy = pair.captured.step
 
-    def step(requests, *args):
-        walked = spy(requests, *args)
-        rows.append((walked is not None, [request.params.seed for request in requests]))
+    def step(batch, *args):
+        walked = spy(batch, *args)
+        rows.append((walked is not None, [request.params.seed for request in batch.requests]))
         return walked
 
     pair.captured.step = step
@@ -366,10 +378,10 @@ def test_the_recorded_runs(setting):
         run = prompt["runs"][setting]
         tree = TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
         asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
-        decoder = Decoder(pair.target, pair.draft, [asked], Drafting(Fixed(tree)), captured=captured)
-        decoder.prefill()
+        batch = Batch(pair.target, pair.draft, [asked], Drafting(Fixed(tree)), captured=captured)
+        prefill(batch)
         for _ in run["accept_lengths"]:
-            decoder.step()
+            cycle.step(batch)
         assert asked.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
         assert asked.stats.accepted_lengths == run["accept_lengths"]
     assert all(captured.taken)
@@ -496,12 +508,12 @@ def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
     options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
     options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
     requests = make_requests(pair, PROMPTS[:3], options)
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Fixed(TREE)), captured=pair.captured)
-    decoder.prefill()
-    for cycle in range(12):
-        torch.cuda.set_sync_debug_mode("error" if cycle > 3 else "default")
+    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TREE)), captured=pair.captured)
+    prefill(batch)
+    for number in range(12):
+        torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
         try:
-            decoder.step()
+            cycle.step(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(len(request.receipts) > 12 for request in requests)

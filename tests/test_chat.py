@@ -69,8 +69,8 @@ def test_a_turn_processes_only_its_new_tokens(model, monkeypatch, end):
         assert len(positions) == 1 + output.stats.target_forwards
         assert end or read[0] == len(prompt) - 1 - drafted  # the last token comes with the first one of the answer
         # The last token of an answer is in the cache only where it was drafted, and then some after it may be too.
-        forwards, said = chat.session.decoder.forwards, len(prompt) + len(output.token_ids)
-        held, drafted = min(said, forwards.cache.length), forwards.draft_cache.length
+        caches, said = chat.session.row.caches, len(prompt) + len(output.token_ids)
+        held, drafted = min(said, caches[0].length), caches[1].length
         assert held == said if end else held >= said - 1
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 import torch
 from served import here
-from tiny import CHAT_TEMPLATE, PROMPT, PROMPTS, small_model, tiny_head, tiny_target, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, PROMPT, PROMPTS, prefill, small_model, tiny_head, tiny_target, tiny_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 import eagle_fsd
@@ -17,8 +17,9 @@ from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence
 from eagle_fsd.acceptance.nodes import Nodes
 from eagle_fsd.batching import rows
 from eagle_fsd.cli import main
-from eagle_fsd.decoding import forwards, timing
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import batch as batches
+from eagle_fsd.decoding import cycle, timing
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
@@ -140,12 +141,12 @@ def test_keys_of_accepted_nodes_are_kept():
     pair = EagleModel.from_parts(target, target)
     requests = [Request(prompt, RequestParams(max_new_tokens=40), text_source=TextSource(prompt, TextDrafts()))
                 for prompt in (PROMPT, PROMPT[1:] * 2, PROMPT[2:])]
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Fixed(TreeConfig(9, 4, 2))))
-    decoder.prefill()
+    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TreeConfig(9, 4, 2))))
+    prefill(batch)
     unread = []
     for _ in range(6):
-        decoder.step()
-        held = decoder.forwards.draft_cache
+        cycle.step(batch)
+        held = batch.draft_cache
         for row, (request, length) in enumerate(zip(requests, held.lengths, strict=True)):
             unread.append(len(request.tokens) - length)
             fresh = pair.draft.new_cache(length)
@@ -158,7 +159,7 @@ def test_keys_of_accepted_nodes_are_kept():
 @pytest.mark.parametrize("drafts", ["off", "auto"])
 def test_where_its_positions_end_plain_decoding_goes_on(drafts, caplog):
     """Row by row: the learned positions of GPT-2 have no others. Beside it copies from the text are still verified."""
-    forwards.log_limit.cache_clear()
+    batches.log_limit.cache_clear()
     target = tiny_target(max_position_embeddings=256)
     pair = EagleModel.from_parts(target, small_model(target, "gpt2", max_position_embeddings=31))
     prompts = [PROMPT * 3, PROMPT, [5]]  # the first is too long from the start

@@ -5,11 +5,12 @@ import math
 import pytest
 import reference_eagle
 import torch
-from tiny import PROMPT, PROMPTS, draft_tree, tiny_head, tiny_pair, tiny_target
+from tiny import PROMPT, PROMPTS, draft_tree, prefill, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
-from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.decoding.timing import greedy_decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
+from eagle_fsd.decoding.timing import greedy_batch
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import Scored, rerank
@@ -145,14 +146,14 @@ def test_the_root_stays_whatever_the_scores():
 @pytest.mark.parametrize(("family", "shape"), [("llama", (16, 5, 4)), ("gemma2", (4, 1, 3))], ids=str)
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config, seen = tiny_pair(family), TreeConfig(*shape), []
-    decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], config, 60)
-    decoder.observe = lambda *drafted: seen.append(drafted)
+    batch = greedy_batch(pair.target, pair.draft, [PROMPT], config, 60)
+    batch.observe = lambda *drafted: seen.append(drafted)
     first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
-    decoder.prefill()
-    (request,) = decoder.requests
+    prefill(batch)
+    (request,) = batch.requests
     assert request.answer == [first]
     for reference, path, token in cycles:
-        assert [receipt.token for receipt in decoder.step()[0]] == [*path, token]
+        assert [receipt.token for receipt in cycle.step(batch)[0]] == [*path, token]
         tree, draft_logits, (accepted,) = seen[-1]
         assert_same_tree(tree, draft_logits, reference, config)
         assert paths_of(tree)[accepted[-1]] == path
@@ -194,22 +195,22 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)  # prompts in parts
     model, tree = tiny_target(), TreeConfig(*shape, draft_temperature=0.05)
     target, drafter = TargetModel(model), DraftModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
-    decoder = greedy_decoder(target, drafter, prompts, tree, 60)
-    decoder.prefill()
-    accepted = [[len(receipts) - 1 for receipts in decoder.step()] for _ in range(5)]
+    batch = greedy_batch(target, drafter, prompts, tree, 60)
+    prefill(batch)
+    accepted = [[len(receipts) - 1 for receipts in cycle.step(batch)] for _ in range(5)]
     assert not same or accepted == [[tree.depth] * len(prompts)] * 5
-    for request, prompt in zip(decoder.requests, prompts, strict=True):
+    for request, prompt in zip(batch.requests, prompts, strict=True):
         count = len(request.tokens) - len(prompt)
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
         assert request.tokens == expected[0].tolist()
     if len(prompts) > 1:
         return
-    text = [*decoder.requests[0].tokens[:-3], 7, 8]
-    (request,) = greedy_decoder(target, drafter, [text], tree, 20).requests
-    later = Decoder(target, drafter, [request], Drafting(Fixed(tree)), earlier=decoder)
-    later.prefill()
+    text = [*batch.requests[0].tokens[:-3], 7, 8]
+    (request,) = greedy_batch(target, drafter, [text], tree, 20).requests
+    later = Batch(target, drafter, [request], Drafting(Fixed(tree)), parked=batch.row(0))
+    prefill(later)
     assert request.stats.prefill_tokens == 2
-    emitted = [len(receipts) for _ in range(2) for receipts in later.step()]
+    emitted = [len(receipts) for _ in range(2) for receipts in cycle.step(later)]
     expected = model.generate(torch.tensor([text]), max_new_tokens=len(request.tokens) - len(text), do_sample=False)
     assert request.tokens == expected[0].tolist() and (not same or emitted == [tree.depth + 1] * 2)
 

@@ -20,8 +20,7 @@ import eagle_fsd
 from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop
 from eagle_fsd.batching.prefixes import Prefixes
-from eagle_fsd.decoding.decoder import Decoder
-from eagle_fsd.decoding.forwards import shared_prefix
+from eagle_fsd.decoding.batch import Batch, shared_prefix
 from eagle_fsd.decoding.timing import SameCopies
 from eagle_fsd.drafting.copies import MOST_NODES, TextSource
 from eagle_fsd.drafting.sizing import Auto
@@ -715,7 +714,7 @@ def raises(error):
     return broken
 
 
-@pytest.mark.parametrize("place", [(Prefixes, "add"), (Decoder, "join"), (Decoder, "drop_finished")], ids=readable)
+@pytest.mark.parametrize("place", [(Prefixes, "add"), (Batch, "add"), (Batch, "drop_finished")], ids=readable)
 def test_every_request_ends_whatever_fails(place, monkeypatch):
     """In the middle of what ends one of them."""
     monkeypatch.setattr(*place, raises(KeyError("a bug")))

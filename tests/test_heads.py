@@ -146,7 +146,7 @@ def test_bundled_heads_are_found_by_hub_id_and_file_name(tmp_path, monkeypatch, 
         assert find_head(target.lower()).place == str(tmp_path / name)
     assert not caplog.records  # bundled, and asked for by name
     file = tmp_path / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
-    file.touch()
+    file.write_bytes(b"GGUF")
     assert find_pair(file, None)[1] == str(tmp_path / names[CODER])
     assert "the catalogue's head for Qwen/Qwen2.5-Coder-0.5B-Instruct" in caplog.text
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import prefill
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.drafting.tree import DraftTree
@@ -28,11 +30,11 @@ def decode(pair: eagle_fsd.EagleModel, prompt: list[int], run: dict) -> tuple[Re
     trees = []
     choice = Fixed(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
     request = Request(prompt, RequestParams(max_new_tokens=200))
-    decoder = Decoder(pair.target, pair.draft, [request], Drafting(choice))
-    decoder.observe = lambda tree, *_: trees.append(tree)
-    decoder.prefill()
+    batch = Batch(pair.target, pair.draft, [request], Drafting(choice))
+    batch.observe = lambda tree, *_: trees.append(tree)
+    prefill(batch)
     for _ in run["accept_lengths"]:
-        decoder.step()
+        cycle.step(batch)
     assert request.stats.accepted_lengths == run["accept_lengths"]
     return request, trees
 
@@ -47,11 +49,11 @@ def test_trees_tokens_and_lengths_equal_the_recording(setting):
         run = prompt["runs"][setting]
         request, trees = decode(pair, prompt["prompt_ids"], run)
         assert request.answer[: len(prompt["greedy_ids"])] == prompt["greedy_ids"]
-        for tree, cycle in zip(trees, run["cycles"], strict=False):
-            assert tree.tokens[0].tolist() == cycle["draft_tokens"]
-            assert tree.depths[0].tolist() == cycle["tree_position_ids"]
-            if "tree_mask" in cycle:
-                assert tree.ancestors[0].int().tolist() == [list(map(int, row)) for row in cycle["tree_mask"]]
+        for tree, recorded in zip(trees, run["cycles"], strict=False):
+            assert tree.tokens[0].tolist() == recorded["draft_tokens"]
+            assert tree.depths[0].tolist() == recorded["tree_position_ids"]
+            if "tree_mask" in recorded:
+                assert tree.ancestors[0].int().tolist() == [list(map(int, row)) for row in recorded["tree_mask"]]
 
 
 @pytest.mark.parametrize("name", ["reduced", "qwen3"])

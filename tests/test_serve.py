@@ -12,7 +12,7 @@ from served import here, served, wait_for_health, wait_until
 from tiny import tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.decoding.forwards import Forwards
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 
@@ -152,11 +152,11 @@ def test_answers_without_a_limit_share_the_room(rows):
     the texts."""
     chats = [[{"role": "user", "content": "what is it"[: 3 + number % 7]}] for number in range(10)]
     with here(max_rows=rows, max_tokens=2000, max_waiting=32, tree=TREE) as found:
-        sizes, resize = [], Forwards.resize
+        sizes, resize = [], Batch.resize
 
-        def noted(forwards, requests, room, draft_room):
-            sizes.append((requests, room))
-            resize(forwards, requests, room, draft_room)
+        def noted(batch, rows, rooms):
+            sizes.append((rows, rooms[0]))
+            resize(batch, rows, rooms)
 
         async def crowd():
             async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as client:
@@ -164,7 +164,7 @@ def test_answers_without_a_limit_share_the_room(rows):
                                               for chat in chats))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Forwards, "resize", noted)
+            patch.setattr(Batch, "resize", noted)
             answers = asyncio.run(crowd())
         room = 2000 // rows - TREE.total_tokens
         assert [answer.usage.total_tokens for answer in answers] == [room] * 10
@@ -183,16 +183,16 @@ def test_answers_without_a_limit_share_the_room(rows):
 
 def test_caches_begin_small_and_grow():
     """Where there is no memory to grow, the longest text ends with that error, and the others go on."""
-    pair, sizes, resize = tiny_chat_pair(max_position_embeddings=2048), [], Forwards.resize
+    pair, sizes, resize = tiny_chat_pair(max_position_embeddings=2048), [], Batch.resize
 
-    def noted(forwards, requests, room, draft_room):
-        if room > 512:
+    def noted(batch, rows, rooms):
+        if rooms[0] > 512:
             raise torch.OutOfMemoryError("no memory")
-        sizes.append(room)
-        resize(forwards, requests, room, draft_room)
+        sizes.append(rooms[0])
+        resize(batch, rows, rooms)
 
     with pytest.MonkeyPatch.context() as patch, eagle_fsd.Engine(pair, tree=TREE, max_rows=2) as engine:
-        patch.setattr(Forwards, "resize", noted)
+        patch.setattr(Batch, "resize", noted)
         long = engine.submit(CHAT, max_new_tokens=1900)
         short = engine.submit(CHAT, max_new_tokens=300, temperature=1.0, seed=3)
         with pytest.raises(torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from tiny import tiny_chat_pair, tiny_tokenizer
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.serve import check_packages
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
 from eagle_fsd.serve.answers import usage
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
@@ -72,7 +72,7 @@ def test_what_goes_wrong_in_an_answer_is_no_fault_of_the_client(stream, monkeypa
     def broken(self):
         raise ValueError("no token can be drawn")
 
-    monkeypatch.setattr(Decoder, "step", broken)
+    monkeypatch.setattr(cycle, "step", broken)
     with client() as found:
         answer = found.post(CHAT, json={**BODY, "stream": stream})
         assert answer.status_code == (200 if stream else 500)  # of a stream the status is out

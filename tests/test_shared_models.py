@@ -13,7 +13,7 @@ from torch import nn
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, load_head, save_head
-from eagle_fsd.decoding.decoder import Session
+from eagle_fsd.decoding.batch import Session
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.heads.eagle import DraftHead
@@ -135,7 +135,7 @@ def test_decoding_while_transformers_loads_in_another_thread(options):
         pair = EagleModel.from_parts(model, tiny_head(model))
         joined = []
         with pytest.MonkeyPatch.context() as context:
-            context.setattr("eagle_fsd.decoding.forwards.join_drafts", lambda *given, joined=joined: (
+            context.setattr("eagle_fsd.decoding.cycle.join_drafts", lambda *given, joined=joined: (
                 joined.append(join_drafts(*given)), joined[-1])[1])
             try:
                 torch.set_default_dtype(dtype)
@@ -311,8 +311,8 @@ def test_sessions_begin_anew_after_a_change(change):
     model = tiny_target()
     pair, session, first = EagleModel.from_parts(model, tiny_head(model)), Session(), model.model.layers[0]
     ours(pair, session=session)
-    before = session.decoder.forwards
-    assert ours(pair, session=session) == plain(model) and session.decoder.forwards is before
+    before = session.row.caches[0]
+    assert ours(pair, session=session) == plain(model) and session.row.caches[0] is before
     if change == "weights":
         with torch.no_grad():
             first.self_attn.v_proj.weight.neg_()
@@ -320,7 +320,7 @@ def test_sessions_begin_anew_after_a_change(change):
         hook(model, first.self_attn.v_proj)
     else:
         first.self_attn.v_proj = nn.Linear(16, 8, bias=False)
-    assert ours(pair, session=session) == plain(model) and session.decoder.forwards is not before
+    assert ours(pair, session=session) == plain(model) and session.row.caches[0] is not before
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 needs VNNI")
 def test_changes_of_an_int8_model_count_without_the_check_that_int8_fails():

@@ -8,14 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import PROMPT, save_pair, tiny_pair
+from tiny import PROMPT, prefill, save_pair, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.cli import main
+from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.timing import (
     ROW_TREE,
     ROWS,
-    greedy_decoder,
+    greedy_batch,
     known_latency,
     measure,
     processor_name,
@@ -47,13 +48,13 @@ PROMPTS = torch.randint(32, (24, 8), generator=torch.Generator().manual_seed(3))
 
 def decode(pair, prompts, tree, tokens):
     """The texts of prompts that are decoded together, and of each cycle the tree, the draft's logits and the paths."""
-    seen, decoder = [], greedy_decoder(pair.target, pair.draft, prompts, tree, len(prompts) * tokens + 20)
-    decoder.observe = lambda *drafted: seen.append(drafted)
+    seen, batch = [], greedy_batch(pair.target, pair.draft, prompts, tree, len(prompts) * tokens + 20)
+    batch.observe = lambda *drafted: seen.append(drafted)
     with torch.inference_mode():
-        decoder.prefill()
-        while min(len(request.answer) for request in decoder.requests) < tokens:
-            decoder.step()
-    return [request.answer[:tokens] for request in decoder.requests], seen
+        prefill(batch)
+        while min(len(request.answer) for request in batch.requests) < tokens:
+            cycle.step(batch)
+    return [request.answer[:tokens] for request in batch.requests], seen
 
 
 @pytest.fixture(scope="module")
@@ -295,14 +296,14 @@ def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
     tree = TreeConfig(8, 3, 2)
     expected, _ = decode(pair, [PROMPT], tree, 70)
-    decoder = greedy_decoder(pair.target, pair.draft, [PROMPT], Auto(tree, cost=lambda nodes, levels: 3.9), 80)
-    (row,), undrafted = decoder.requests, []
+    batch = greedy_batch(pair.target, pair.draft, [PROMPT], Auto(tree, cost=lambda nodes, levels: 3.9), 80)
+    (row,), undrafted = batch.requests, []
     with torch.inference_mode():
-        decoder.prefill()
+        prefill(batch)
         while len(row.receipts) < 70:
-            decoder.step()
+            cycle.step(batch)
             undrafted.append(row.stats.undrafted)
-    assert decoder.forwards.draft_cache.length + len(decoder.forwards.features(0)) == len(row.tokens) - 1
+    assert batch.draft_cache.length + len(batch.feature(0)) == len(row.tokens) - 1
     assert [row.answer[:70]] == expected and 0 < undrafted[-1] and undrafted[-1] - undrafted[9] < len(undrafted) - 10
 
 

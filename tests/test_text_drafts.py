@@ -17,12 +17,14 @@ from random_trees import Case, tree_from_parents
 from test_engine import eagle3_pair
 from test_laws import chi_square_fits
 from test_lossless import PROMPTS, REPEATS, check_counts
-from tiny import PROMPT, VOCAB, draft_tree, tiny_chat_pair, tiny_pair, tiny_tokenizer
+from tiny import PROMPT, VOCAB, draft_tree, prefill, tiny_chat_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
 from eagle_fsd.captured.join import join, packed, size_of
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
+from eagle_fsd.decoding.request import EXACT
 from eagle_fsd.drafting import copies as copies_module
 from eagle_fsd.drafting.copies import (
     GRAMS,
@@ -378,21 +380,21 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
     def begun(prompts, *options):
         requests = [make_requests(pair, [prompt], GenerateOptions(**own))[0]
                     for prompt, own in zip(prompts, options, strict=True)]
-        decoder = Decoder(pair.target, pair.draft, requests, Drafting(Auto(tree, cost) if cost else Fixed(tree)))
-        decoder.prefill()
-        return decoder
+        batch = Batch(pair.target, pair.draft, requests, Drafting(Auto(tree, cost) if cost else Fixed(tree)))
+        prefill(batch)
+        return batch
 
-    decoder, unread = begun(
+    batch, unread = begun(
         prompts, *[{"max_new_tokens": 160}] * 2, {"max_new_tokens": 20, "text_drafts": "off"}), [1]
     while max(unread) - min(unread) <= lag:
-        decoder.step()
-        unread = [len(decoder.forwards.features(row)) for row in range(len(prompts))]
-    assert len(decoder.requests[2].tokens) < 350
-    drafted, logits = decoder.forwards.draft(decoder.requests, Fixed(tree).plan(tree))
-    for row, request in enumerate(decoder.requests):
+        cycle.step(batch)
+        unread = [len(batch.feature(row)) for row in range(len(prompts))]
+    assert len(batch.requests[2].tokens) < 350
+    drafted, logits = cycle.draft_trees(batch, [EXACT] * 3, Fixed(tree).plan(tree))
+    for row, request in enumerate(batch.requests):
         alone = begun([request.tokens[:-1]], {})
         assert alone.requests[0].tokens == request.tokens
-        expected, theirs = alone.forwards.draft(alone.requests, Fixed(tree).plan(tree))
+        expected, theirs = cycle.draft_trees(alone, [EXACT], Fixed(tree).plan(tree))
         assert drafted.tokens[row].tolist() == expected.tokens[0].tolist()
         for ours, wanted in zip(logits, theirs, strict=True):
             torch.testing.assert_close(ours[row], wanted[0], rtol=1e-3, atol=1e-3)

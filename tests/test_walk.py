@@ -8,12 +8,13 @@ import pytest
 import torch
 from random_trees import Case, random_case, tree_from_parents
 from reference_acceptance import Reference
-from tiny import PROMPT, tiny_pair
+from tiny import PROMPT, prefill, tiny_pair
 
 import eagle_fsd
 from eagle_fsd.acceptance import Nodes, TokenWeights, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
-from eagle_fsd.decoding.decoder import Decoder
+from eagle_fsd.decoding import cycle
+from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.drafting.sizing import Drafting, Fixed
 from eagle_fsd.inputs.requests import make_requests
 
@@ -203,12 +204,12 @@ def test_a_function_that_raised_is_not_asked_again():
 @torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
-    decoder = Decoder(pair.target, pair.draft, requests, Drafting(Fixed(TREE)))
-    decoder.prefill()
-    decoder.drop_finished()
-    while decoder.requests:
-        decoder.step()
-        decoder.drop_finished()
+    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TREE)))
+    prefill(batch)
+    batch.drop_finished()
+    while batch.requests:
+        cycle.step(batch)
+        batch.drop_finished()
     return [request.error for request in requests]
 
 

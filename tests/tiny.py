@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from eagle_fsd.decoding import cycle
 from eagle_fsd.drafting.growth import Unread, draft, rerank
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
@@ -265,3 +266,7 @@ def draft_tree(drafter, target, features, tokens, cache, config, nodes=0, coupli
     """One tree per row [T, F], [T], and the draft's logits by level."""
     scored, logits = draft(drafter, target, Unread.of(features, tokens, cache), cache, config, coupling, plan)
     return rerank(scored, config, nodes, plan), logits
+
+
+def prefill(batch):
+    return [cycle.prefill(batch, number) for number in range(len(batch.requests))]

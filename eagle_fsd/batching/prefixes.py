@@ -1,26 +1,12 @@
-"""Caches of recent requests, for prompts with the same beginning."""
+"""Parked rows: the caches of recent requests, for prompts with the same beginning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-from ..decoding.forwards import Forwards, shared_prefix
-from ..decoding.request import Request
-from ..drafting.drafter import weights_key
-
-
-class Kept(NamedTuple):
-    """A copy of a row: its cached text, its caches, and the key of the weights that it began with."""
-
-    tokens: list[int]
-    forwards: Forwards
-    weights: tuple | None
+from ..decoding.batch import Batch, Row, shared_prefix
 
 
 class Prefixes:
-    """The caches of the rows that ended last. A request copies from those that began with the current weights only: as
-    keys never return, the weights have not changed since.
+    """The rows that ended last.
 
     Args:
         most: maximum number of rows. positions: maximum number of positions in all of them together.
@@ -28,35 +14,35 @@ class Prefixes:
 
     def __init__(self, most: int, positions: int) -> None:
         self.most, self.positions = most, positions
-        self.kept: list[Kept] = []  # the latest last
+        self.parked: list[Row] = []  # the latest last
 
-    def add(self, forwards: Forwards, number: int, request: Request) -> None:
-        """Keep a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no room."""
-        text = request.tokens[: forwards.lengths[number]]
-        limit = forwards.target.position_limit
-        if not self.most or not text or len(text) > self.positions or limit(len(text)) != limit(len(request.prompt)):
+    def add(self, row: Row) -> None:
+        """Park a copy of a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no
+        room."""
+        text = row.cached
+        if not self.most or not text or len(text) > self.positions or row.limit != row.target.position_limit(len(text)):
             return
-        self.kept = [kept for kept in self.kept if shared_prefix(kept.tokens, text) < len(kept.tokens)]
-        while self.kept and (len(self.kept) >= self.most
-                             or sum(len(kept.tokens) for kept in self.kept) + len(text) > self.positions):
-            del self.kept[0]
-        self.kept.append(Kept(text, forwards.row(number), request.weights))
+        self.parked = [other for other in self.parked if shared_prefix(other.tokens, text) < len(other.tokens)]
+        while self.parked and (len(self.parked) >= self.most
+                               or sum(len(other.tokens) for other in self.parked) + len(text) > self.positions):
+            del self.parked[0]
+        self.parked.append(row.copy())
 
-    def begin(self, request: Request, forwards: Forwards, rows: Forwards, others: Sequence[Request]) -> None:
+    def begin(self, alone: Batch, running: Batch) -> None:
         """Copy the longest cached prefix of a new request's prompt into its caches.
 
         Args:
-            forwards: of the new request. rows: of the running requests, `others`.
+            alone: the batch of the new request. running: that of the others.
         """
-        request.weights = weights = weights_key(forwards.target, forwards.drafter)
-        self.kept = [kept for kept in self.kept if kept.weights == weights]
-        running = [(number, other) for number, other in enumerate(others) if other.weights == weights]
-        cached = [(rows, number, other.tokens) for number, other in running]
-        cached += [(kept.forwards, 0, kept.tokens) for kept in self.kept]
-        shared = [row.shared(number, tokens, request)[0] for row, number, tokens in cached]
+        (request,) = alone.requests
+        # As keys of weights never return, those of old weights are of no use any more.
+        self.parked = [row for row in self.parked if row.weights == request.weights]
+        rows = [*map(running.row, range(len(running.requests))), *self.parked]
+        shared = [row.shared(request)[0] for row in rows]
         if not any(shared):
             return
-        best = shared.index(max(shared))
-        forwards.begin_with(request, *cached[best])
-        if best >= len(running):  # move it to the end, as recently used
-            self.kept.append(self.kept.pop(best - len(running)))
+        best = rows[shared.index(max(shared))]
+        alone.adopt(best)
+        if best in self.parked:  # move it to the end, as recently used
+            self.parked.remove(best)
+            self.parked.append(best)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..decoding.decoder import OUT_OF_MEMORY, Decoder
-from ..decoding.forwards import Forwards
+from ..decoding import cycle
+from ..decoding.batch import Batch
+from ..decoding.cycle import OUT_OF_MEMORY
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
@@ -109,15 +110,14 @@ class Rows:
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
         self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         self.prefixes = Prefixes(kept, self.positions // 2)
-        self.prefilling: Decoder | None = None  # of the prompt in progress
-        drafting = Drafting(self._choice)
-        self.decoder: Decoder | None = Decoder(model.target, model.draft, [], drafting, captured=model.captured)
+        self.prefilling: Batch | None = None  # of the prompt in progress
+        self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(self._choice), captured=model.captured)
 
     @property
     def requests(self) -> list[Request]:
         """The requests that are being decoded."""
-        decoder = self.decoder  # another thread may read this while it is released
-        return [] if decoder is None else decoder.requests
+        batch = self.batch  # another thread may read this while it is released
+        return [] if batch is None else batch.requests
 
     def __len__(self) -> int:
         return len(self.requests) + (self.prefilling is not None)
@@ -189,7 +189,7 @@ class Rows:
 
     def _make_room(self, requests: Sequence[Request]) -> None:
         """Enlarge the caches if the current texts do not fit: step by step, up to the size for the whole texts."""
-        cache, needed = self.decoder.forwards.cache, max(len(request.tokens) for request in requests) + self.nodes
+        cache, needed = self.batch.cache, max(len(request.tokens) for request in requests) + self.nodes
         if cache.batch < len(requests) or cache.capacity < needed:
             size = self._size(requests)
             assert size is not None, "see `fits`"
@@ -198,7 +198,7 @@ class Rows:
                 rows, needed = min(self.most, self.positions // most), most
             least = cache.capacity if needed <= cache.capacity else max(-(-needed // STEP) * STEP, 2 * cache.capacity)
             room = min(most, least)
-            self.decoder.forwards.resize(rows, room, room + self.levels)
+            self.batch.resize(rows, [room, room + self.levels][: len(self.batch.caches)])
 
     def _grow(self) -> None:
         """Make room for another cycle. If memory runs out, the longest requests end with this error."""
@@ -218,12 +218,10 @@ class Rows:
             ticket.begin()
         try:
             self._make_room([*self.requests, request])
-            target, head, length = self.model.target, self.model.draft, len(request.prompt)
-            draft_cache = None if head is None else head.new_cache(length)
-            forwards = Forwards(target, head, target.new_cache(length), draft_cache)
             drafting = Drafting(self._choice([*self.requests, request]))
-            alone = Decoder(target, head, [request], drafting, forwards=forwards)
-            self.prefixes.begin(request, forwards, self.decoder.forwards, self.requests)
+            caches = [model.new_cache(len(request.prompt)) for model in self.batch.models]
+            alone = Batch(self.model.target, self.model.draft, [request], drafting, caches=caches)
+            self.prefixes.begin(alone, self.batch)
             self.prefilling = alone
         except Exception as error:
             request.finish("error", error)
@@ -232,24 +230,24 @@ class Rows:
     def prefill_chunk(self, most: int) -> int:
         """Process at most this many tokens of the prompt in progress, and return their number."""
         alone = self.prefilling
-        (request,), before = alone.requests, alone.forwards.lengths[0]
+        (request,), before = alone.requests, alone.cache.length
         try:
-            receipts = alone.prefill_chunk(0, most)
+            receipts = cycle.prefill(alone, 0, most)
             if receipts and request.reason is None:
-                self.decoder.forwards.allocate_like(alone.forwards)  # here, as memory may run out
+                self.batch.allocate_like(alone)  # here, as memory may run out
         except Exception as error:
             request.finish("error", error)
             receipts = []
-        count = alone.forwards.lengths[0] - before
+        count = alone.cache.length - before
         if request.reason is None and not receipts:  # the prompt has more tokens
             return count
         self.prefilling = None
         self._show(request, receipts)
         if request.reason is None:
-            self.decoder.join(alone)
+            self.batch.add(alone)
         else:
             if request.error is None:
-                self._keep_prefix(alone.forwards, 0, request)
+                self._park(alone, 0)
             self.end(request)
         return count
 
@@ -260,7 +258,7 @@ class Rows:
         self._grow()
         if not self.requests:
             return
-        for request, receipts in zip(self.requests, self.decoder.step(), strict=True):
+        for request, receipts in zip(self.requests, cycle.step(self.batch), strict=True):
             self._show(request, receipts)
         self._ended.cycles += 1
         self._drop_finished()
@@ -289,23 +287,22 @@ class Rows:
 
     def _drop_finished(self) -> None:
         """Free the rows of requests that have ended, and erase those that failed."""
-        forwards = self.decoder.forwards
         finished = [(number, request) for number, request in enumerate(self.requests) if request.reason is not None]
         for number, request in finished:
             if request.error is None:
-                self._keep_prefix(forwards, number, request)
+                self._park(self.batch, number)
             else:
-                forwards.erase(number)
+                self.batch.erase(number)
         try:
-            self.decoder.drop_finished()
+            self.batch.drop_finished()
         finally:  # even if an error stops the others
             for _, request in finished:
                 self.end(request)
 
-    def _keep_prefix(self, forwards: Forwards, number: int, request: Request) -> None:
+    def _park(self, batch: Batch, number: int) -> None:
         """Keep a row's caches for prompts with the same beginning, if there is memory for them."""
         with suppress(*OUT_OF_MEMORY):
-            self.prefixes.add(forwards, number, request)
+            self.prefixes.add(batch.row(number))
 
     def end(self, request: Request) -> None:
         """Count a finished request and end its ticket. Further calls have no effect."""
@@ -328,9 +325,9 @@ class Rows:
             self.end(request)
 
     def release(self) -> None:
-        """Free the caches after the last cycle: a reference cycle of decoder and rows would keep them for a while."""
-        self.prefixes.kept.clear()
-        self.decoder = self.prefilling = None
+        """Free the caches after the last cycle: a reference cycle of batch and rows would keep them for a while."""
+        self.prefixes.parked.clear()
+        self.batch = self.prefilling = None
 
 
 # Memory -----------------------------------------------------------------------------------------------------------

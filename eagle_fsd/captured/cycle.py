@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
-from ..decoding.forwards import Forwards
+from ..decoding.batch import Batch
 from ..decoding.processing import CAPTURABLE, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
@@ -33,6 +33,7 @@ from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..heads.eagle import DraftHead
+from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
 from .capture import Pool
@@ -40,6 +41,11 @@ from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
 log = logging.getLogger(__name__)
+# A captured cycle takes about half as long as another, however many rows it has (14.1 and 27.3 ms on an H100). Beside
+# rows that cannot be captured, MANY times as many others run `cycle.WAIT` captured cycles for one of those: 4 of the
+# many and 1 of the few in 84 ms, in which 3 of all would run. With fewer, or without waiting, there would be fewer
+# tokens in all.
+MANY = 3
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
 
@@ -66,14 +72,14 @@ class Home:
     """The storage of a pair of caches, with the buffers and programs that have its addresses.
 
     Args:
-        forwards: while it exists, and has these caches, the storage is its own.
+        batch: while its caches exist, and have this storage, it is their own.
     """
 
-    def __init__(self, forwards: Forwards) -> None:
-        self.owner = weakref.ref(forwards)
-        self.target, self.drafter = target, drafter = forwards.target, forwards.drafter
-        self.storages = storages_of(forwards)
-        for cache, storage in zip(forwards.caches, self.storages, strict=True):
+    def __init__(self, batch: Batch) -> None:
+        self.target, self.drafter = target, drafter = batch.target, batch.drafter
+        self.owners = list(map(weakref.ref, batch.caches))
+        self.storages = storages_of(target, drafter, batch.caches)
+        for cache, storage in zip(batch.caches, self.storages, strict=True):
             if cache.batch == 1:  # a masked slot is read too: it must be finite
                 storage[..., cache.length :, :].zero_()
         self.pool = Pool(target.output_device)
@@ -81,24 +87,22 @@ class Home:
         self.buffers: WeakValueDictionary[tuple, Buffers] = WeakValueDictionary()
         self.weights = weights_key(target, drafter)
 
-    def belongs_to(self, forwards: Forwards | None) -> bool:
-        return forwards is not None and self.owner() is forwards and all(
-            any(storage is mine for storage in cache.allocated)
-            for mine, cache in zip(self.storages, forwards.caches, strict=True))
+    def belongs_to(self, batch: Batch) -> bool:
+        return len(self.owners) == len(batch.caches) and all(
+            owner() is cache and any(storage is mine for storage in cache.allocated)
+            for owner, mine, cache in zip(self.owners, self.storages, batch.caches, strict=True))
 
     @property
     def free(self) -> bool:
         """Whether no cache in use has one of its storages."""
-        owner = self.owner()
-        return owner is None or not any(storage is mine for mine in self.storages for cache in owner.caches
-                                        for storage in cache.allocated)
+        caches = [cache for owner in self.owners if (cache := owner()) is not None]
+        return not any(storage is mine for mine in self.storages for cache in caches for storage in cache.allocated)
 
-    def fits(self, room: int, draft_room: int, rows: int) -> bool:
-        """Whether its caches are large enough. Without a drafter `draft_room` is 0."""
-        rooms = [room, draft_room] if draft_room else [room]
+    def fits(self, rooms: Sequence[int], rows: int) -> bool:
+        """Whether its caches are large enough."""
         return len(rooms) == len(self.storages) and all(
-            storage.shape[-2] >= needed and storage.shape[2] >= rows for storage, needed
-            in zip(self.storages, rooms, strict=True))
+            storage.shape[-2] >= needed and storage.shape[2] >= rows
+            for storage, needed in zip(self.storages, rooms, strict=True))
 
     def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
         buffers = self.buffers.get((rows, tree, copying))
@@ -145,45 +149,41 @@ class CapturedCycles:
 
     # Caches -------------------------------------------------------------------------------------------------------
 
-    def forwards(self, room: int, draft_room: int, rows: int) -> Forwards:
-        """`Forwards` with empty caches, if possible those of a decoder that is no longer used, with their programs.
+    def caches(self, rooms: Sequence[int], rows: int) -> list[TreeCache]:
+        """Empty caches, if possible those of a batch that is no longer decoded, with their programs.
 
         Args:
-            room, draft_room: positions of each row in the target's and in the drafter's cache; 0: without a drafter.
+            rooms: positions of each row in the target's and in the drafter's cache.
         """
         with self._lock:
-            spare = (home for home in reversed(self._homes) if home.free and home.fits(room, draft_room, rows))
+            spare = (home for home in reversed(self._homes) if home.free and home.fits(rooms, rows))
             home = next(spare, None) if self.support(self.target, self.drafter) else None  # a hook may be new
+            models = (self.target, self.drafter)[: len(rooms)]
             if home is None:
-                capacity = capacity_of(room)
-                capacities = [capacity, capacity + draft_room - room] if draft_room else [capacity]
-                return self._forwards(capacities, rows, [None, None])
-            forwards = self._forwards([storage.shape[-2] for storage in home.storages], home.storages[0].shape[2],
-                                      home.storages)
-            home.owner = weakref.ref(forwards)
-            storages_of(forwards)  # takes the spare ones
-            forwards.keep_rows(range(rows))
-            return forwards
+                larger = capacity_of(rooms[0]) - rooms[0]
+                return [model.new_cache(room + larger, rows) for model, room in zip(models, rooms, strict=True)]
+            caches = [model.new_cache(storage.shape[-2], storage.shape[2], storage)
+                      for model, storage in zip(models, home.storages, strict=True)]
+            home.owners = list(map(weakref.ref, caches))
+            storages_of(*models, *[None] * (2 - len(models)), caches)  # takes the spare ones
+            for cache in caches:
+                cache.keep_rows(range(rows))
+            return caches
 
-    def _forwards(self, capacities: Sequence[int], batch: int, spares: Sequence[Tensor | None]) -> Forwards:
-        caches = [model.new_cache(capacity, batch, spare) for model, capacity, spare
-                  in zip((self.target, self.drafter), capacities, spares, strict=False)]
-        return Forwards(self.target, self.drafter if len(caches) > 1 else None, caches[0], *caches[1:] or [None])
-
-    def _home(self, forwards: Forwards) -> Home:
+    def _home(self, batch: Batch) -> Home:
         with self._lock:
-            home = next((known for known in self._homes if known.belongs_to(forwards)), None)
+            home = next((known for known in self._homes if known.belongs_to(batch)), None)
             if home is None:
-                home = Home(forwards)
+                home = Home(batch)
                 apart = [known for known in self._homes  # one of two caches may have been replaced
                          if not any(one is other for one in known.storages for other in home.storages)]
                 free = [known for known in apart if known.free]  # their memory may be needed
                 self._homes = [*(known for known in apart if known not in free[:-1]), home]
             return home
 
-    def programs(self, forwards: Forwards) -> dict[str, Callable[[], None]]:
-        """The programs of the last cycle of these forwards, by name, to be timed any number of times."""
-        home = self._home(forwards)
+    def programs(self, batch: Batch) -> dict[str, Callable[[], None]]:
+        """The programs of the last cycle of a batch, by name, to be timed any number of times."""
+        home = self._home(batch)
         latest: dict[str, Callable[[], None]] = {key[0]: program for key, program in home.pool.programs.items()}
         before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
         walk = latest["walk"]
@@ -204,25 +204,46 @@ class CapturedCycles:
             return None
         return settings_of(requests, rules, plan)
 
+    def separate(self, batch: Batch) -> int:
+        """How many rows run in a cycle without the others: those that can be captured, moved to the front; or all."""
+        count, drafting = len(batch.requests), batch.drafting
+        rules = [request.current_rule() for request in batch.requests]
+        tree = drafting.choice.tree if drafting.has_drafter else None
+        obstacles = [obstacle(*row, tree is not None) for row in zip(batch.requests, rules, strict=True)]
+        for what in filter(None, obstacles):
+            log_uncaptured(what)
+        front = [number for number, what in enumerate(obstacles) if what is None]
+        captured, able = len(front), [batch.requests[number] for number in front]
+        if captured == count or captured < MANY * (count - captured):
+            return count
+        if not self.captures(able, [rules[number] for number in front], drafting.choice.plan(tree)) or (
+                tree is not None and not all(batch.has_positions(number, tree.depth) for number in front)):
+            return count  # the others cannot be captured either
+        for number in [number for number in range(captured) if obstacles[number] is not None]:
+            try:
+                batch.swap_rows(number, front.pop())
+            except (MemoryError, RuntimeError):  # memory ran out
+                return count
+        return captured
+
     @torch.inference_mode()
     def step(
-        self, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule], plan: Plan,
-        copies: Sequence[Copies | None],
+        self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
     ) -> list[Walked] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
-        settings = self.captures(requests, rules, plan)
+        settings = self.captures(batch.requests, rules, plan)
         if settings is None:
             return None
-        if (settings.tree is None) != (forwards.drafter is None) or settings.tree is None and any(copies):
+        if (settings.tree is None) != (batch.drafter is None) or settings.tree is None and any(copies):
             return None
         if settings.tree is not None and not all(
-                forwards.has_positions(request, settings.tree.depth) for request in requests):
+                batch.has_positions(number, settings.tree.depth) for number in range(len(batch.requests))):
             return None
         device = self.target.output_device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            home = self._home(forwards)
+            home = self._home(batch)
             try:
-                return self._step(home, settings, requests, forwards, rules, plan, copies)
+                return self._step(home, settings, batch, rules, plan, copies)
             except BaseException:  # the buffers may be ahead of the host
                 home.clear()
                 raise
@@ -230,21 +251,21 @@ class CapturedCycles:
                 home.pool.close_bar()
 
     def _step(
-        self, home: Home, settings: Settings, requests: Sequence[Request], forwards: Forwards, rules: Sequence[Rule],
-        plan: Plan, copies: Sequence[Copies | None],
+        self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None],
     ) -> list[Walked] | None:
-        lengths = forwards.cache.lengths
-        read = [] if forwards.draft_cache is None else forwards.draft_cache.lengths
+        requests, lengths = batch.requests, batch.cache.lengths
+        read = [] if batch.drafter is None else batch.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
         buffers = home.buffers_of(*key)
         if not buffers.holds(requests, lengths, read):
             home.check_weights()
             buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(buffers, requests, forwards, lengths, read, settings.weights):
+        if bucket is None or not self._load(buffers, batch, lengths, read, settings.weights):
             return None
         if settings.tree is None:
-            return self._plain(home, buffers, settings, requests, forwards)
+            return self._plain(home, buffers, settings, batch)
         if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
             return None
         nodes, path, joined = buffers.nodes, buffers.path, any(copies)
@@ -263,7 +284,7 @@ class CapturedCycles:
         origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
         if joined:
             origins = [[None if number < 0 else ORIGINS[number] for number in row] for row in joined_origins[0]]
-        return self._finish(buffers, forwards, lengths, read, table, origins)
+        return self._finish(buffers, batch, lengths, read, table, origins)
 
     def _verify(
         self, home: Home, buffers: Buffers, walk: WalkSettings, requests: Sequence[Request], bucket: int, nodes: int,
@@ -277,17 +298,17 @@ class CapturedCycles:
         return buffers.download(buffers.table(path), *([buffers.origins] if walk.joined else []))
 
     def _plain(
-        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], forwards: Forwards
+        self, home: Home, buffers: Buffers, settings: Settings, batch: Batch
     ) -> list[Walked]:
         """A cycle without drafting. The next one needs nothing from the host and is launched first."""
-        lengths, tables = forwards.cache.lengths, [buffers.ahead]
+        requests, lengths, tables = batch.requests, batch.cache.lengths, [buffers.ahead]
         for ahead in range(2):
             bucket = buffers.bucket(max(lengths) + ahead + 1)
             if tables[ahead] is None and bucket is not None:
                 tables[ahead] = self._verify(home, buffers, settings.walk, requests, bucket, 1, 1)
             tables.append(None)
         buffers.ahead = tables[1]
-        return self._finish(buffers, forwards, lengths, [], *tables[0].wait(), [[None]] * len(requests))
+        return self._finish(buffers, batch, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
     def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
         """Add copies to the trees; returns P, the steps of the longest path."""
@@ -305,10 +326,10 @@ class CapturedCycles:
         return path
 
     def _load(
-        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, lengths: list[int], read: list[int],
-        weights: list[float],
+        self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int], weights: list[float]
     ) -> bool:
         """Copy the rows into the buffers unless they are there. False: a row has too many unread tokens."""
+        requests = batch.requests
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
             buffers.known_weights, buffers.ahead = weights, None
@@ -316,7 +337,7 @@ class CapturedCycles:
             return True
         if buffers.config is None:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
-        elif not self._load_unread(buffers, requests, forwards, read):
+        elif not self._load_unread(buffers, batch, read):
             return False
         marks = [request.params.within or (-1, -1) for request in requests]
         for buffer, values in (
@@ -330,18 +351,16 @@ class CapturedCycles:
         buffers.ahead = None
         return True
 
-    def _load_unread(
-        self, buffers: Buffers, requests: Sequence[Request], forwards: Forwards, read: list[int]
-    ) -> bool:
+    def _load_unread(self, buffers: Buffers, batch: Batch, read: list[int]) -> bool:
         """Copy what the drafter has not processed. False: a row has too many such tokens."""
-        unread = [forwards.unread(number, request) for number, request in enumerate(requests)]
+        unread = [batch.unread_tokens(number) for number in range(len(batch.requests))]
         fed = buffers.path_for(max(map(len, unread)))
         if fed is None:
             return False
         if buffers.reads_features:
             buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, and no mask would hide it
             for row, tokens in enumerate(unread):
-                buffers.fed_features[row, : len(tokens)].copy_(forwards.features(row))
+                buffers.fed_features[row, : len(tokens)].copy_(batch.feature(row))
         most = buffers.fed_tokens.shape[1]
         buffers.upload(buffers.draft_lengths, read)
         buffers.upload(buffers.counts, list(map(len, unread)))
@@ -364,19 +383,19 @@ class CapturedCycles:
         return True
 
     def _finish(
-        self, buffers: Buffers, forwards: Forwards, lengths: list[int], read: list[int],
+        self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int],
         table: Sequence[Sequence[Sequence[float]]], origins: Sequence[Sequence[str | None]],
     ) -> list[Walked]:
         """Read the table [R, P, 9], and set the lengths of the caches."""
         walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
-        forwards.cache.lengths = ends
+        batch.cache.lengths = ends
         drafted = [length + buffers.lead for length in lengths] if read else []
-        if forwards.draft_cache is not None:
-            forwards.draft_cache.lengths = drafted
+        if batch.drafter is not None:
+            batch.draft_cache.lengths = drafted
         if buffers.reads_features:  # the next cycle overwrites those in the buffer
             features = buffers.fed_features[:, : max(map(len, walks))].clone()
-            forwards.unread_features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
+            batch.features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
         buffers.known = ends, drafted
         return [Walked(*walked, buffers.config.depth if read else 0) for walked in zip(walks, origins, strict=True)]
 
@@ -433,14 +452,15 @@ def with_some_threshold(rule: Rule) -> Rule:
     return replace(rule, threshold=min(0.5, rule.threshold_limit[0] / 2))
 
 
-def storages_of(forwards: Forwards) -> list[Tensor]:  # [layers, 2, B, H, C, D]
+def storages_of(
+    target: TargetModel, drafter: DraftHead | DraftModel | None, caches: Sequence[TreeCache]
+) -> list[Tensor]:  # [layers, 2, B, H, C, D]
     """The storage of the target's and of the drafter's cache."""
-    target, drafter = forwards.target, forwards.drafter
     models = [(target, target.fused.layers[0])]
     if drafter is not None:
         models.append((drafter, drafter.fused[0] if isinstance(drafter, DraftHead) else drafter.fused.layers[0]))
     return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
-            for cache, (model, layer) in zip(forwards.caches, models, strict=True)]
+            for cache, (model, layer) in zip(caches, models, strict=True)]
 
 
 def capacity_of(room: int) -> int:

@@ -103,7 +103,7 @@ class Request:
         self.stop_strings, self.text_source, self.grammar = stop_strings, text_source, grammar
         # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
         self.tokens = list(prompt)  # while decoding, the last one is the root
-        self.weights: tuple | None = None  # in an engine, `weights_key` of both models before the prefill
+        self.weights: tuple | None = None  # of both models, see `begin`
         # The answer.
         self.receipts: list[Receipt] = []
         self.reason: str | None = None  # why it ended, possibly "error" or "cancelled"; None: it has not
@@ -125,9 +125,13 @@ class Request:
         """Of the longest text that it can become."""
         return len(self.prompt) + self.params.max_new_tokens
 
-    def begin(self, target: TargetModel) -> None:
-        """Start the clock and allocate, right before the prefill."""
-        self._started = time.perf_counter()
+    def begin(self, target: TargetModel, weights: tuple) -> None:
+        """Start the clock and allocate, right before the prefill.
+
+        Args:
+            weights: `weights_key` of both models.
+        """
+        self._started, self.weights = time.perf_counter(), weights
         self.stats.computed_by = target.computed_by
         if self.params.criteria:
             room = [0] * self.params.max_new_tokens

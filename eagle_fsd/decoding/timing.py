@@ -30,7 +30,8 @@ from ..models.digest import config_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from ..utils.version import code_version
-from .decoder import Decoder
+from . import cycle
+from .batch import Batch
 from .request import Request, RequestParams
 
 log = logging.getLogger(__name__)
@@ -45,14 +46,14 @@ ENOUGH = 30.0  # seconds after which no further round starts
 DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency, other work disturbed its measurement
 
 
-def greedy_decoder(
+def greedy_batch(
     target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Auto | None,
     max_new_tokens: int,
-) -> Decoder:
-    """A decoder of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
+) -> Batch:
+    """A batch of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
     choice = tree if isinstance(tree, Auto) else Fixed(tree)
-    return Decoder(target, drafter if tree else None, requests, Drafting(choice))
+    return Batch(target, drafter if tree else None, requests, Drafting(choice))
 
 
 class SameCycle:
@@ -71,33 +72,33 @@ class SameCycle:
         tokens = torch.randint(target.vocab_size, (context + room,), generator=random).tolist()
         self.copied = tokens[context:]
         largest = TreeConfig(max(MEASURED_NODES), LONG, WIDEST)
-        self.decoder = greedy_decoder(target, drafter, [tokens[:context]] * rows, largest, room)
-        self.decoder.prefill()
-        forwards = self.decoder.forwards
-        self.length = forwards.cache.length
-        self.texts = [list(request.tokens) for request in self.decoder.requests]
+        self.batch = batch = greedy_batch(target, drafter, [tokens[:context]] * rows, largest, room)
+        for number in range(rows):
+            cycle.prefill(batch, number)
+        self.length = batch.cache.length
+        self.texts = [list(request.tokens) for request in batch.requests]
         # The values of the features do not affect the time.
-        self.features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in forwards.unread_features]
+        self.features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in batch.features]
 
     def of(self, tree: TreeConfig | Auto | None, copies: bool = False) -> Callable[[], object]:
         """A function that runs a cycle with this tree, of the drafter's nodes or of copies."""
-        decoder, forwards = self.decoder, self.decoder.forwards
+        batch = self.batch
         drafting = Drafting(tree if isinstance(tree, Auto) else Fixed(tree))
-        drafting.begin(decoder.requests, has_drafter=decoder.drafter is not None)
+        drafting.begin(batch.requests, has_drafter=batch.drafter is not None)
         source = SameCopies(self.copied[: tree.total_tokens - 1]) if copies else None
 
         def once() -> None:
-            decoder.drafting = drafting
-            if decoder.drafter is not None:
-                forwards.draft_cache.truncate(self.length - (3 if forwards.reads_features else 1))
-            forwards.unread_features = [list(parts) for parts in self.features]
-            for request, tokens in zip(decoder.requests, self.texts, strict=True):
+            batch.drafting = drafting
+            if batch.drafter is not None:
+                batch.draft_cache.truncate(self.length - (3 if batch.reads_features else 1))
+            batch.features = [list(parts) for parts in self.features]
+            for request, tokens in zip(batch.requests, self.texts, strict=True):
                 request.tokens, request.text_source = list(tokens), source
-            decoder.step()
-            for request in decoder.requests:
+            cycle.step(batch)
+            for request in batch.requests:
                 if request.error is not None:  # memory ran out: the time is not that of a cycle
                     raise request.error
-            forwards.cache.truncate(self.length)
+            batch.cache.truncate(self.length)
 
         return once
 

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from transformers.generation.streamers import BaseStreamer
 
 from ..api import generate
-from ..decoding.decoder import Session
+from ..decoding.batch import Session
 from ..decoding.output import Output
 from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel

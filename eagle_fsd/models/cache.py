@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
@@ -34,7 +35,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, device: torch.device) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache: TreeCache = weakref.proxy(cache)  # so that the storage is freed with the last use of the cache
         self.layer_device = device
         self.appended = 0  # positions of each row that forwards have appended since the last commit
 

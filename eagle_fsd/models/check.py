@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -74,6 +75,17 @@ def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         )
 
 
+@contextmanager
+def refused(problem: str) -> Iterator[None]:
+    """Raise a model's errors as ValueError, with what they mean for us; not those of a full or broken device."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{problem} ({error})") from error
+
+
 class TreeCheck:
     """Compares logits of a tree with those of the model's own forward over each path as plain text.
 
@@ -84,7 +96,7 @@ class TreeCheck:
         device: of the token embeddings. dtype: that the model computes in.
 
     Raises:
-        ValueError: the model's own logits are not finite.
+        ValueError: the model's own forward fails, or its logits are not finite.
     """
 
     @torch.inference_mode()
@@ -97,7 +109,8 @@ class TreeCheck:
         self.texts, self.trees = tokens[:, : TEXT_LENGTHS[0]], tokens[:, TEXT_LENGTHS[0] :]
         cases = [(row, length, path) for row, length in enumerate(self.lengths) for path in TREE_PATHS]
         plain = [torch.cat([self.texts[row, :length], self.trees[row, path]]) for row, length, path in cases]
-        logits = model(input_ids=pad_sequence(plain, True), use_cache=False).logits.float()
+        with refused(f"{type(model).__name__} is not supported: its own forward fails"):
+            logits = model(input_ids=pad_sequence(plain, True), use_cache=False).logits.float()
         if not logits.isfinite().all():
             raise ValueError(f"{type(model).__name__} is damaged or not supported: its logits are not finite in "
                              f"{dtype}")
@@ -111,12 +124,8 @@ class TreeCheck:
         Args:
             tree_logits: computes them [B, N, V] from texts, their lengths, the nodes and their mask.
         """
-        try:
+        with refused("it cannot verify a tree"):
             logits = tree_logits(self.texts, self.lengths, self.trees, TREE_MASK)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # they do not mean that it cannot
-            raise
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"it cannot verify a tree ({error})") from error
         expected = self.expected.to(logits.device)
         error = ((logits - expected).abs().max() / expected.abs().max()).item()
         quantised = getattr(self.model, "is_quantized", False)

@@ -1,0 +1,366 @@
+"""Requests that are decoded together: one row of the caches of both models for each.
+
+B rows, L positions of a row in the target's cache, T positions that the drafter has not processed, N tree nodes, F
+width of the target's features.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..acceptance import Rule
+from ..drafting.config import TreeConfig
+from ..drafting.copies import Copies
+from ..drafting.drafter import Drafter, weights_key
+from ..drafting.growth import Unread, read_prompt
+from ..drafting.sizing import Drafting, Plan
+from ..drafting.tree import DraftTree
+from ..models.cache import TreeCache
+from ..models.causal_lm import prefill_part
+from ..models.target import TargetModel
+from .request import Request
+
+log = logging.getLogger(__name__)
+PART = 256  # tokens that `shared_prefix` compares at once
+STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A text in the caches of both models. It is parked if the caches are its own, and not those of a `Batch`.
+
+    Args:
+        tokens: of the text. caches: of the target, and of the drafter if there is one. number: its row in them.
+        features: the target's features [T, F], in parts, that the drafter has not processed.
+        weights: `weights_key` of both models when the text began. limit: `CausalLM.position_limit` of its prompt.
+    """
+
+    target: TargetModel
+    drafter: Drafter | None
+    tokens: list[int]
+    caches: list[TreeCache]
+    number: int
+    features: list[Tensor]
+    weights: tuple
+    limit: int | None
+
+    @property
+    def cached(self) -> list[int]:
+        """The tokens in the target's cache."""
+        return self.tokens[: self.caches[0].lengths[self.number]]
+
+    def copy(self) -> Row:
+        """A parked copy, whose caches have no spare capacity."""
+        return replace(self, tokens=self.cached, caches=[cache.copy_of_row(self.number) for cache in self.caches],
+                       number=0, features=list(self.features))
+
+    def shared(self, request: Request) -> tuple[int, list[Tensor]]:
+        """The number of positions that it shares with another request's prompt, and the features of those positions
+        that the drafter has not processed. There are none if the weights, or the kind of positions, are others.
+
+        The drafter needs the feature of the last shared position again, because it reads each feature with the token
+        after it, and that token is new. If the drafter has processed this feature already (the prompts differ before
+        the last cycle of the earlier request), the target processes the position once more.
+        """
+        if self.weights != request.weights or self.limit != self.target.position_limit(len(request.prompt)):
+            return 0, []
+        kept = shared_prefix(self.cached, request.tokens[:-1])  # the last token needs logits
+        if self.drafter is None or not self.drafter.reads_features:
+            return kept, []
+        read = self.caches[1].lengths[self.number]
+        if read < kept:
+            return kept, [torch.cat(self.features)[: kept - read]]
+        return max(0, kept - 1), []
+
+
+@dataclass(eq=False)
+class Session:
+    """Keeps the caches of a request for the next one, which then processes only the new part of its prompt.
+
+    All requests are to one model, one after the other. The text does not depend on the session. An error empties it.
+    """
+
+    row: Row | None = None  # of the last request
+
+
+class Captured(Protocol):
+    """Runs the cycles of a pair as captured programs, see `captured.cycle.CapturedCycles`."""
+
+    def support(self, target: TargetModel, drafter: Drafter | None) -> bool: ...
+
+    def caches(self, rooms: Sequence[int], rows: int) -> list[TreeCache]: ...
+
+    def separate(self, batch: Batch) -> int: ...
+
+    def step(
+        self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
+    ) -> list | None: ...
+
+
+class Batch:
+    """The rows of requests, each with its text in the caches of both models. `cycle.prefill` and `cycle.step` decode.
+
+    Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
+
+    Args:
+        drafting: the policy, new for each batch.
+        parked: for a single request, the row of an earlier one, which cannot be used afterwards: its caches become
+            those of the batch, up to the first token that differs from the prompt.
+        caches: empty ones of target and drafter, which the caller enlarges; None: they grow with the texts. Where
+            cycles are captured, they have room for the longest text and the largest tree from the start.
+        captured: runs those cycles of these models that can be captured; None: no cycle is captured.
+
+    Attributes:
+        observe: called after each drafted cycle, see `api.decode_requests`.
+        waited: cycles since the last one of rows that cannot be captured, see `cycle.step`.
+    """
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], drafting: Drafting, *,
+        parked: Row | None = None, caches: list[TreeCache] | None = None, captured: Captured | None = None,
+    ) -> None:
+        self.target, self.drafter, self.requests, self.drafting = target, drafter, list(requests), drafting
+        self.captured, self.waited = captured, 0
+        self.device = target.output_device  # of trees, logits and features
+        self.reads_features = drafter is not None and drafter.reads_features
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens
+        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
+        weights = weights_key(target, drafter) if self.requests else None
+        for request in self.requests:
+            request.begin(target, weights)
+        drafting.begin(self.requests, has_drafter=drafter is not None)
+        # Positions of a row for the longest text and the largest cycle; None: the caller makes room.
+        self._most: int | None = None
+        # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
+        self.features: list[list[Tensor]] = [[] for _ in self.requests]
+        self.caches = self._new_caches(parked) if caches is None else caches
+
+    def _new_caches(self, parked: Row | None) -> list[TreeCache]:
+        """Caches with room for the prompts and the next tokens, or for the whole texts if cycles are captured."""
+        copying = any(request.copying for request in self.requests)
+        self._nodes, self._levels = self.drafting.room(self.requests, copying)
+        self._most = room = max((request.positions for request in self.requests), default=0) + self._nodes
+        captured = self.captured is not None and self.captured.support(self.target, self.drafter)
+        if not captured:
+            room = min(room, max((len(request.prompt) for request in self.requests), default=0) + STEP + self._nodes)
+        if parked is not None:
+            if (parked.target, parked.drafter) != (self.target, self.drafter):
+                raise ValueError("the session belongs to another model: use one Session per model")
+            if parked.weights == self.requests[0].weights:  # else the model may have other layers
+                kept, self.features[0] = parked.shared(self.requests[0])
+                for cache in parked.caches:
+                    cache.truncate(kept)
+                return enlarged(parked.caches, room, self._levels)
+        rooms = [room] if self.drafter is None else [room, room + self._levels]
+        if captured and self.requests:
+            return self.captured.caches(rooms, len(self.requests))
+        return [model.new_cache(size, len(self.requests)) for model, size in zip(self.models, rooms, strict=True)]
+
+    @property
+    def models(self) -> list[TargetModel | Drafter]:
+        """One for each cache."""
+        return [self.target] if self.drafter is None else [self.target, self.drafter]
+
+    @property
+    def cache(self) -> TreeCache:
+        """Of the target."""
+        return self.caches[0]
+
+    @property
+    def draft_cache(self) -> TreeCache | None:
+        return self.caches[1] if self.drafter is not None else None
+
+    # Rows ---------------------------------------------------------------------------------------------------------
+
+    def row(self, number: int) -> Row:
+        """A row as it is. It changes with the batch, unless it is copied."""
+        request = self.requests[number]
+        return Row(self.target, self.drafter, request.tokens, self.caches, number, self.features[number],
+                   request.weights, self.target.position_limit(len(request.prompt)))
+
+    def adopt(self, row: Row) -> None:
+        """Copy what another row shares with the prompt of this batch's only request, which has not begun."""
+        kept, self.features[0] = row.shared(self.requests[0])
+        for cache, other in zip(self.caches, row.caches, strict=True):
+            cache.copy_row(0, other, row.number, min(kept, other.lengths[row.number]))
+
+    def add(self, other: Batch) -> None:
+        """Append the rows of another batch of the same models. The caches must have room for them."""
+        if not self.requests:
+            self.drafting.pause.begin()
+        self.requests = [*self.requests, *other.requests]
+        for cache, joining in zip(self.caches, other.caches, strict=True):
+            for row in range(len(joining.lengths)):
+                cache.add_row(joining, row)
+        self.features += other.features
+        self.drafting.resize(self.requests)
+
+    def drop_finished(self) -> None:
+        """Remove the requests that have ended."""
+        going = [number for number, request in enumerate(self.requests) if request.reason is None]
+        if len(going) < len(self.requests):
+            self.requests, self.features = ([rows[number] for number in going]
+                                            for rows in (self.requests, self.features))
+            for cache in self.caches:
+                cache.keep_rows(going)
+            self.drafting.resize(self.requests)
+
+    @contextmanager
+    def only(self, rows: slice) -> Iterator[None]:
+        """Restrict the batch to some rows within the context. An error leaves these as they were."""
+        requests, features = self.requests, self.features
+        self.requests, self.features = requests[rows], [list(parts) for parts in features[rows]]
+        try:
+            with ExitStack() as stack:
+                for cache in self.caches:
+                    stack.enter_context(cache.only(rows))
+                yield
+            features = [*features[: rows.start], *self.features, *features[rows.stop :]]
+        finally:
+            self.requests, self.features = requests, features
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        length = max(cache.length for cache in self.caches)
+        states = [(storage, storage[:, :, [second, first], :, :length]) for cache in self.caches
+                  for storage in cache.allocated]  # of all caches, before a change: memory may run out
+        for storage, crossed in states:
+            storage[:, :, [first, second], :, :length] = crossed
+        for rows in (self.requests, self.features):
+            rows[first], rows[second] = rows[second], rows[first]
+        for cache in self.caches:
+            lengths = cache.lengths
+            lengths[first], lengths[second] = lengths[second], lengths[first]
+            cache.lengths = lengths
+
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Enlarge the caches for another cycle, unless the caller does."""
+        if self._most is not None:
+            longest = max(len(request.tokens) for request in self.requests)
+            self.caches = enlarged(self.caches, longest + self._nodes, self._levels, self._most)
+
+    def resize(self, rows: int, rooms: Sequence[int]) -> None:
+        """Change the number of rows, and the positions of each row in each cache."""
+        self.caches = [cache.resized(room, rows) for cache, room in zip(self.caches, rooms, strict=True)]
+
+    def allocate_like(self, other: Batch) -> None:
+        """Allocate the caches for rows of another batch, so that `add` cannot run out of memory."""
+        for cache, joining in zip(self.caches, other.caches, strict=True):
+            cache.allocate_like(joining)
+
+    def erase(self, number: int) -> None:
+        """Erase a row whose forwards may have failed, before another request gets it."""
+        for cache in self.caches:
+            cache.erase_row(number)
+
+    # The target and the drafter -----------------------------------------------------------------------------------
+
+    def read_prompt(self, number: int, most: int | None = None) -> Tensor:
+        """The target processes the prompt tokens that are not cached, at most this many. Returns their features
+        [tokens, F]."""
+        with self.cache.one_row(number):
+            prompt = torch.tensor([self.requests[number].tokens[self.cache.length :][:most]], device=self.device)
+            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)[0]
+        if self.reads_features:
+            self.features[number].append(features)
+        return features
+
+    def feature(self, number: int) -> Tensor:
+        """The features [T, F] that the drafter, which reads features, has not processed."""
+        parts = self.features[number]
+        if len(parts) > 1:
+            parts[:] = [torch.cat(parts)]
+        return parts[0]
+
+    def unread_tokens(self, number: int, end: int | None = None) -> Sequence[int]:
+        """The T tokens that the drafter has not processed; if it reads features, the tokens that follow these."""
+        return self.requests[number].tokens[self.draft_cache.lengths[number] + self.reads_features : end]
+
+    def catch_up(self, number: int) -> None:
+        """The drafter processes what the target has processed of a row, except the last feature: the token after it
+        comes with the next part of the prompt, or with the next cycle as the root."""
+        reads = self.drafter is not None and self.has_positions(number)
+        tokens = self.unread_tokens(number, self.cache.lengths[number]) if reads else []
+        if tokens:
+            features = self.feature(number)[:-1] if self.reads_features else None
+            with self.draft_cache.one_row(number):
+                read_prompt(self.drafter, features, torch.tensor(tokens, device=self.device), self.draft_cache)
+            if self.reads_features:
+                self.features[number] = [self.feature(number)[-1:].clone()]
+
+    def has_positions(self, number: int, depth: int = 1) -> bool:
+        """Whether the drafter has positions for the text of a row and a tree of this depth."""
+        limit = self.drafter.max_positions
+        if limit is None or len(self.requests[number].tokens) + depth - 1 <= limit:
+            return True
+        log_limit(limit)
+        return False
+
+    def unread(self, config: TreeConfig, ended: Sequence[int]) -> Unread:
+        """What the drafter has not processed. Of `ended` rows, for whose trees it has no positions, only the root, to
+        keep the batch in shape.
+
+        The drafter catches up row by row before if it is far behind, or rows differ by more than a path, since some
+        joined while drafting paused: processed together, every row takes as many positions as the longest.
+        """
+        counts = [1 if number in ended else len(self.unread_tokens(number)) for number in range(len(self.requests))]
+        if max(counts) - min(counts) > config.path or max(counts) > prefill_part(self.device):
+            for number, count in enumerate(counts):
+                if count > config.path + 1:
+                    self.catch_up(number)
+        rows = range(len(self.requests))
+        features = [self.feature(number) for number in rows] if self.reads_features else None
+        tokens = [torch.tensor(self.requests[number].tokens[-1:] if number in ended else self.unread_tokens(number),
+                               device=self.device) for number in rows]
+        return Unread.of(features, tokens, self.draft_cache)
+
+    def keep(
+        self,
+        lengths: Sequence[int],  # L of each row, before the trees were verified
+        paths: Sequence[Sequence[int]],  # the accepted nodes of each, the root first
+        features: Tensor,  # [B, N, F] of the nodes
+        tree: DraftTree,
+        width: int,  # nodes of a level that the drafter expanded; 0: it did not draft
+    ) -> None:
+        """Keep the keys, values and features of the accepted nodes; a causal LM as the drafter keeps its own keys and
+        values of those that it expanded."""
+        self.cache.commit(lengths, paths)
+        if self.reads_features:
+            for number, path in enumerate(paths):
+                self.features[number].append(features[number, path])
+        elif width:
+            kept = []
+            for rows, path in zip(tree.draft_rows.tolist(), paths, strict=True):
+                expanded = takewhile(lambda row: row >= 0, [rows[node] for node in path[1:]])
+                kept.append([level * width + row for level, row in enumerate(expanded)])
+            self.draft_cache.commit(self.draft_cache.lengths, kept)
+
+
+def enlarged(caches: Sequence[TreeCache], room: int, levels: int, most: float = float("inf")) -> list[TreeCache]:
+    """The caches, or larger ones if a row has less than `room` positions in them, up to `most`. In the drafter's cache
+    it needs `levels` more."""
+    return [cache.with_room(room + more, most + more) for cache, more in zip(caches, (0, levels), strict=False)]
+
+
+@functools.cache
+def log_limit(limit: int) -> None:
+    log.warning("a text has reached the %d positions of the drafter: it goes on without its drafts", limit)
+
+
+def shared_prefix(first: list[int], second: list[int]) -> int:
+    """The length of the common prefix. Python compares parts of lists faster than numbers one by one."""
+    at, count = 0, min(len(first), len(second))
+    while at < count and first[at : at + PART] == second[at : at + PART]:
+        at += PART
+    return next((place for place in range(at, min(at + PART, count)) if first[place] != second[place]), count)

@@ -1,0 +1,230 @@
+"""The decode cycle: draft, verify, accept, keep (EAGLE-2, arXiv 2406.16858, section 4).
+
+B rows, L positions of a row in the target's cache, N tree nodes, R vocabulary of the draft, V vocabulary of the target,
+F width of the target's features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..acceptance import Rule
+from ..acceptance.walk import Step, Within, walk
+from ..drafting.copies import MOST_NODES, Copies
+from ..drafting.growth import draft, rerank
+from ..drafting.join import join_drafts
+from ..drafting.sizing import Plan
+from ..drafting.tree import DraftTree, root_only
+from .batch import Batch
+from .output import Receipt
+from .processing import VerifiedTrees, couple
+from .request import EXACT, Emission, Request
+
+WAIT = 4  # captured cycles for one of the rows that cannot be captured, see `CapturedCycles.separate`
+OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
+
+
+def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]:
+    """Process what is not cached of a prompt, at most this many tokens; after its last one, draw the first token of the
+    answer, which is a walk on a tree with only a root.
+
+    Returns:
+        Receipts of the new tokens of the answer.
+    """
+    request = batch.requests[number]
+    features = batch.read_prompt(number, most)  # [tokens, F]
+    request.stats.prefill_tokens += len(features)
+    emission = None
+    if batch.cache.lengths[number] == len(request.prompt):
+        root = root_only(torch.tensor(request.prompt[-1:], device=batch.device))
+        logits = batch.target.logits(features[-1][None, None])  # [1, 1, V]
+        verified = VerifiedTrees.of([request], [len(request.prompt) - 1], root, logits)
+        ((_, emission),) = _walk(EXACT, verified)
+    if batch.drafting.uses_drafter:
+        batch.catch_up(number)
+    return [] if emission is None else request.append(emission)
+
+
+def step(batch: Batch) -> list[list[Receipt]]:
+    """Run one cycle. Each request emits its accepted draft tokens and one token of the target. If memory runs out, the
+    longest request ends with this error, and the others continue with the next cycle.
+
+    On a GPU, few requests that cannot be captured run in a cycle of their own, every `WAIT` cycles of the others. They
+    move behind the others in `batch.requests`.
+
+    Returns:
+        For each request, receipts of the new tokens of its answer; none if it was left out, or if an error ended it,
+        see `Request.error`.
+    """
+    together = rows = len(batch.requests)
+    if batch.captured is not None and batch.observe is None:
+        together = batch.captured.separate(batch)
+    emitted = _step_of(batch, slice(0, together))
+    if together == rows:
+        return emitted
+    batch.waited = (batch.waited + 1) % WAIT
+    return emitted + ([[]] * (rows - together) if batch.waited else _step_of(batch, slice(together, rows)))
+
+
+def _step_of(batch: Batch, rows: slice) -> list[list[Receipt]]:
+    """A cycle of some rows."""
+    try:
+        batch.make_room()
+        with batch.only(rows):
+            return _cycle(batch)
+    except OUT_OF_MEMORY as error:
+        max(batch.requests[rows], key=lambda request: len(request.tokens)).finish("error", error)
+        return [[] for _ in batch.requests[rows]]
+
+
+def _cycle(batch: Batch) -> list[list[Receipt]]:
+    requests, drafting = batch.requests, batch.drafting
+    rules = [request.current_rule() for request in requests]
+    copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
+    plan = drafting.next(copies)
+    if batch.captured is not None and batch.observe is None:
+        walked = batch.captured.step(batch, rules, plan, copies)
+        if walked is not None:  # else it cannot be captured
+            for request in requests:
+                request.stats.draft_forwards += walked[0].levels
+            return [request.append(emission_of(row.steps, row.origins, request))
+                    for request, row in zip(requests, walked, strict=True)]
+    lengths = batch.cache.lengths  # L of each row: the position of its root
+
+    # Draft.
+    tree, draft_logits = draft_trees(batch, rules, plan, copies)
+    # Verify.
+    positions = tree.depths + torch.tensor(lengths, device=batch.device)[:, None]
+    features = batch.target.verify(tree.tokens, positions, tree.ancestors, batch.cache)  # [B, N, F]
+    logits = batch.target.logits(features)  # [B, N, V]
+    # Accept.
+    verified = VerifiedTrees.of(requests, lengths, tree, logits, draft_logits, batch.draft_tokens)
+    paths, emissions = _accept(rules, verified)
+    # Keep.
+    batch.keep(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
+
+    emitted = [len(emission.receipts) for emission in emissions]
+    drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
+    if plan.uses_drafter and batch.observe is not None:
+        batch.observe(tree, draft_logits, paths)
+    for request in requests:
+        request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
+    return [request.append(emission) for request, emission in zip(requests, emissions, strict=True)]
+
+
+def draft_trees(
+    batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None] = ()
+) -> tuple[DraftTree, list[Tensor]]:
+    """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `growth.draft`. Without
+    either, each tree is only a root.
+
+    Afterwards the drafter has processed all features.
+    """
+    requests, depth = batch.requests, plan.tree.depth if plan.uses_drafter else 0
+    ended = [number for number in range(len(requests)) if depth and not batch.has_positions(number, depth)]
+    if not depth or len(ended) == len(requests):
+        tree = root_only(torch.tensor([request.tokens[-1] for request in requests], device=batch.device))
+        logits: list[Tensor] = []
+    else:
+        vocabulary = batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens
+        coupling = couple(requests, rules, batch.cache.lengths, vocabulary, batch.device)
+        unread = batch.unread(plan.tree, ended)
+        read = batch.draft_cache.lengths
+        scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan.tree, coupling, plan)
+        tree = rerank(scored, plan.tree, MOST_NODES if any(copies) else 0, plan)
+        batch.features = [[] for _ in requests]
+        if ended:  # the drafter processed their last tokens only to keep the batch in shape
+            batch.draft_cache.lengths = [read[number] if number in ended else length
+                                         for number, length in enumerate(batch.draft_cache.lengths)]
+            tree = tree.without_drafts(ended)
+    tree = join_drafts(tree, copies, plan) if any(copies) else tree
+    plain = [number for number, request in enumerate(requests) if not request.params.speculative]
+    return tree.without_drafts(plain) if plain else tree, logits
+
+
+def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
+    """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
+    requests, groups = verified.requests, []  # of rows
+    for number, request in enumerate(requests):
+        same = [rows for rows in groups if requests[rows[0]].params.greedy == request.params.greedy
+                and _differ_in_threshold_only(rules[rows[0]], rules[number])]
+        if same:
+            same[0].append(number)
+        else:
+            groups.append([number])
+    results: dict[int, tuple[list[int], Emission]] = {}
+    for rows in groups:
+        results |= dict(zip(rows, _walk(rules[rows[0]], verified.take(rows)), strict=True))
+    paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
+    return list(paths), list(emissions)
+
+
+def _walk(rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
+    """The accepted path and the emission of each of the requests, which share a rule. If a user's rule fails, only
+    those requests get its error for which it also fails alone."""
+    requests, errors = verified.requests, verified.errors
+    top = max(request.params.top_logprobs for request in requests)
+    try:
+        walks = walk(rule, verified, *_limits(requests, verified.raw.device), top)
+    except Exception as error:
+        if len(requests) == 1:
+            return [([0], Emission([], [], error))]
+        return [_walk(rule, verified.take([row]))[0] for row in range(len(requests))]
+    origins = verified.tree.origin_names()
+    results = []
+    for row, (request, steps) in enumerate(zip(requests, walks, strict=True)):
+        path, emission = [step.node for step in steps], emission_of(steps, origins[row], request)
+        if row in errors:  # at the last node: the tokens before may end the answer
+            path = path[:-1] or path
+            emission = emission._replace(receipts=emission.receipts[:-1], logits=emission.logits[:-1],
+                                         error=errors[row])
+        results.append((path, emission))
+    return results
+
+
+def _limits(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor | None, Within | None]:
+    """The thresholds, budgets and marks of the requests, see `descend`."""
+    def per_row(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+    left = within = None
+    # Not the current rule's: that rule is either this one or `exact`, which reads no threshold.
+    threshold = per_row([request.params.rule.threshold for request in requests])
+    if any(request.params.budget is not None for request in requests):
+        left = per_row([request.remaining_budget for request in requests])
+    if any(request.params.within is not None for request in requests):
+        marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
+        inside_marks, opening, closing = torch.tensor(marks, device=device).unbind(1)
+        within = Within(inside_marks.bool(), opening, closing)
+    return threshold, left, within
+
+
+def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
+    """Whether two rules are equal except for the threshold; False if a user's rule cannot be compared."""
+    try:
+        return type(rule) is type(other) and bool(replace(rule, threshold=other.threshold) == other)
+    except Exception:
+        return False
+
+
+def emission_of(steps: Sequence[Step], origins: Sequence[str | None], request: Request) -> Emission:
+    """The emission of an accepted path. Its last token is the target's own, not a draft token.
+
+    Args:
+        origins: of each node, see `DraftTree.origin_names`.
+    """
+    by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
+    receipts = [
+        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
+                None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
+                request.exact_because or ("budget" if step.closed else None), drafter,
+                (step.top or ())[: request.params.top_logprobs])
+        for step, drafter in zip(steps, [*by, None], strict=True)
+    ]
+    return Emission(receipts, [step.logit for step in steps], proposed=Counter(filter(None, origins)))
