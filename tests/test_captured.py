@@ -247,7 +247,7 @@ def test_requests_of_an_engine_that_join_and_leave(kind):
     ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"logits_processor": [lambda ids, scores: scores]}, "function"), ({"speculative": False}, "speculative=False"),
     ({"acceptance": "own"}, "the rule Own"),
-], ids=str)
+], ids=lambda value: value if isinstance(value, str) else next(iter(value)))
 @pytest.mark.parametrize("kind", ["EAGLE-2", "causal LM"])
 def test_few_requests_that_cannot_be_captured_leave_the_others_captured(kind, options, named, caplog):
     """Wherever they are in the batch; texts are as alone, and the log says once what is not captured."""
