@@ -30,12 +30,13 @@ $(VENV)/.smollm2: $(VENV)/.ready
 demo: $(VENV)/.smollm2
 	$(BIN)/eagle-fsd demo
 
-# One thread per worker: two workers with two threads each slow one another down several times.
+# One thread per worker: two workers with two threads each slow one another down several times. Tests that set more of
+# them do not spin while they wait.
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 test-fast: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow"
 
 # Not the pins, but the newest releases that setup.py allows; torch stays the one that was asked for.
 NEWEST = .venv-newest
@@ -50,7 +51,7 @@ test-newest:
 	$(NEWEST_BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager -c $(NEWEST)/torch.txt \
 		--no-build-isolation -e ".[dev,train,lm_eval]"
 	$(NEWEST_BIN)/python -m pip list --format freeze
-	OMP_NUM_THREADS=1 $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
 
 # Tests that `make test` skips, as they need what requirements.txt lacks: the page (in a browser if there is a chromium),
 # Ray, the harness, quantised targets, and vLLM.
@@ -65,7 +66,7 @@ test-extras:
 	$(EXTRAS_BIN)/python -m pip install --quiet -r requirements.txt
 	$(EXTRAS_BIN)/python -m pip install --quiet -c requirements.txt --no-build-isolation -e ".[page,ray,lm_eval]" \
 		torchao bitsandbytes playwright
-	OMP_NUM_THREADS=1 $(EXTRAS_BIN)/python -m pytest -q -rs $(EXTRAS_TESTS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(EXTRAS_BIN)/python -m pytest -q -rs $(EXTRAS_TESTS)
 	$(MAKE) test-vllm
 
 # Its torch is another one. VLLM=vllm==0.32.0 on a machine with CUDA.

@@ -434,9 +434,12 @@ def test_too_few_cycles_are_refused(tmp_path, tune, monkeypatch):
     assert not list(tmp_path.glob("cache/trees/*/curves.json"))
 
 
-def test_a_limit_to_the_instructions_is_part_of_the_processor(monkeypatch):
+@pytest.mark.parametrize(("name", "value"), [
+    ("ONEDNN_MAX_CPU_ISA", "AVX2"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "3000")])
+def test_what_changes_its_speed_is_part_of_the_processor(name, value, monkeypatch):
     """A latency under one limit says nothing about another: int8 without AMX is twice as fast for a single row."""
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for other in ("ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(other, raising=False)
     plain = processor_name.__wrapped__()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert processor_name.__wrapped__() == f"{plain}, ONEDNN_MAX_CPU_ISA=AVX2"
+    monkeypatch.setenv(name, value)
+    assert processor_name.__wrapped__() == f"{plain}, {name}={value}"

@@ -12,6 +12,7 @@ import tyro
 from ..options.generate import GenerateOptions
 from ..options.keywords import REPLACEMENTS
 from ..options.load import LoadOptions
+from ..utils.openmp import choose_wait_policy
 from .arguments import parse_options
 from .cache import CacheCommand
 from .calibrate import CalibrateCommand
@@ -37,6 +38,7 @@ COMMANDS = {
     "vocab": VocabCommand,
     "cache": CacheCommand,
 }
+DECODING = ("generate", "chat", "demo", "serve", "calibrate", "tune")
 Command = Union[tuple(COMMANDS.values())]  # noqa: UP007  (built from a list)
 
 
@@ -79,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(__version__)
         else:
+            if words[:1] and words[0] in DECODING and "--help" not in words:
+                choose_wait_policy()  # parsing may import torch
             parse(words).run()
 
     return exit_status("eagle-fsd", work)

@@ -29,6 +29,7 @@ from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
+from ..utils.openmp import WAIT_POLICIES
 from ..utils.version import code_version
 from . import cycle
 from .batch import Batch
@@ -260,10 +261,10 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
 
 @functools.lru_cache(maxsize=1)
 def processor_name() -> str:
-    """The name of the processor, from the system, and the instructions that oneDNN is limited to, if any."""
+    """The name of the processor, from the system, and what the environment sets of its instructions and waits."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT")
-    name = next(names, platform.processor() or platform.machine())
-    return name if limit == "DEFAULT" else f"{name}, ONEDNN_MAX_CPU_ISA={limit}"
+    settings = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", *WAIT_POLICIES)}
+    return ", ".join([next(names, platform.processor() or platform.machine()),
+                      *(f"{name}={value}" for name, value in settings.items() if value not in (None, "DEFAULT"))])

@@ -1,0 +1,29 @@
+"""How the threads of OpenMP wait for one another, chosen by what other programs leave of the processor."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import psutil
+
+SECONDS = 0.2  # for which the load is watched
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def choose_wait_policy() -> None:
+    """Set OMP_WAIT_POLICY=passive if other programs need a core that one of torch's threads would run on.
+
+    By default a waiting thread of GNU OpenMP, which torch's wheels for Linux contain, spins for some milliseconds
+    before it sleeps. That is fastest while every thread has a core of its own. Beside a busy program the spinning
+    thread takes the core that the other thread needs.
+
+    OpenMP reads the variable when torch is imported. Nothing is set after that, on other systems, or where the user has
+    set a policy.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules or any(name in os.environ for name in WAIT_POLICIES):
+        return
+    cpus, threads = psutil.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", "")
+    needed = int(threads) if threads.isdecimal() else psutil.cpu_count(logical=False) or cpus  # torch's default
+    if needed > 1 and psutil.cpu_percent(SECONDS) / 100 * cpus > cpus - needed + 0.5:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
