@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
 import logging
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import transformers
@@ -27,9 +23,9 @@ from ..drafting.latency import Latency
 from ..drafting.sizing import Auto, Drafting, Fixed
 from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
-from ..models.linear import packed_form
+from ..models.kernels import processor_name
+from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
-from ..utils.openmp import WAIT_POLICIES
 from ..utils.version import code_version
 from . import cycle
 from .batch import Batch
@@ -239,17 +235,18 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     return latency
 
 
-def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str | int | None]:
+def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str | int | list[str] | None]:
     """Everything that a latency depends on, by name, as JSON values."""
     device = target.output_device
     on_gpu = device.type == "cuda"
     facts = {"target": target.digest(), "config": config_digest(target.model.config), "dtype": str(target.dtype),
              "weights": packed_form(target.model) or "plain", "computed_by": target.computed_by,
-             "head": None if drafter is None else drafter.digest()}
+             "kernels": packed_kernels(target.model), "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
         own = drafter.model.config if isinstance(drafter, CausalLM) else drafter.config
         facts |= {"head_config": config_digest(own), "head_dtype": str(drafter.dtype),
-                  "head_device": drafter.device.type}
+                  "head_device": drafter.device.type,
+                  "head_kernels": packed_kernels(drafter.model if isinstance(drafter, CausalLM) else drafter)}
     if isinstance(drafter, CausalLM):
         facts |= {"head_weights": packed_form(drafter.model) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {
@@ -257,14 +254,3 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
         "threads": None if on_gpu else torch.get_num_threads(),
         "eagle_fsd": code_version(), "torch": torch.__version__, "transformers": transformers.__version__,
     }
-
-
-@functools.lru_cache(maxsize=1)
-def processor_name() -> str:
-    """The name of the processor, from the system, and what the environment sets of its instructions and waits."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    settings = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", *WAIT_POLICIES)}
-    return ", ".join([next(names, platform.processor() or platform.machine()),
-                      *(f"{name}={value}" for name, value in settings.items() if value not in (None, "DEFAULT"))])

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from .. import __version__
-from ..decoding.timing import processor_name
+from ..models.kernels import processor_name
 from ..utils.version import CHANGES, ROOT, commit
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from . import QUANTIZATIONS
 from .hooks import is_hooked
+from .kernels import ZERO, fastest_kernel
 from .memory import MappedFiles
 
 
@@ -83,14 +84,13 @@ class Int8:
     section 4.1): x . w = (x H) . (w H) / S for a Hadamard matrix H of S rows, whose entries are 1 and -1.
 
     A row's result is independent of other rows, because the products are sums of integers; `block_size` leaves only
-    rotations for which this holds, too. Both roundings are symmetric; oneDNN needs unsigned rows, whose zero is 128.
-    (LLM.int8, arXiv 2208.07339, section 2: vector-wise.)
+    rotations for which this holds, too. Both roundings are symmetric. (LLM.int8, arXiv 2208.07339, section 2:
+    vector-wise.) The product is that of the kernel which is the faster one here; either gives the same bits.
     """
 
     NAME = "int8, rotated"  # in the keys of what is stored about a model: another form needs another name
     BLOCK = 32  # S, where it divides K: larger blocks lower the error further, but take longer
     LARGEST = 127
-    ZERO = 128
     PART = 256  # rows of a weight that are rounded together, in the processor's cache
 
     def __init__(
@@ -108,8 +108,7 @@ class Int8:
             scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
             rounded.copy_(exact.div_(scales[:, None]).round_())
         self.scales /= len(self.rotation)
-        self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
-        self.zeros = torch.zeros(len(weight), dtype=torch.long)
+        self.product = fastest_kernel(*weight.shape)(numbers, self.scales)
         self.bias = None if bias is None else bias.float()
         self.dtype, self.outputs = dtype or weight.dtype, len(weight)
         self.least = torch.full((1, 1), 1e-10)
@@ -117,20 +116,18 @@ class Int8:
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
         flat = rotated(rows.float().reshape(-1, rows.shape[-1]), self.rotation)
         scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
-        numbers = (flat / scale).add_(self.ZERO + 0.5).to(torch.uint8)  # truncates
-        out = torch.ops.onednn.qlinear_pointwise(
-            numbers, 1.0, self.ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        out = self.product((flat / scale).add_(ZERO + 0.5))
         out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
         return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
         """The rounded weight, in the basis of the model's own."""
-        return rotated(self.weight.to_dense().t() * self.scales[:, None], self.rotation).to(self.dtype)
+        return rotated(self.product.numbers() * self.scales[:, None], self.rotation).to(self.dtype)
 
 
 def rotated(rows: Tensor, rotation: Tensor) -> Tensor:  # [M, K] float32, [S, S] -> [M, K]
     """Each S numbers of the rows, times a symmetric matrix."""
-    return rows if len(rotation) == 1 else (rows.reshape(-1, len(rotation)) @ rotation).view_as(rows)
+    return rows if len(rotation) == 1 else rows.reshape(-1, len(rotation)).mm(rotation).view_as(rows)
 
 
 @functools.cache
@@ -401,6 +398,9 @@ def pack_linears(
     def pack_all(work: Sequence[Joined]) -> None:
         # The largest first, so that their copies are freed before most others exist. FBGEMM packs in one thread.
         work = sorted(work, key=lambda joined: -joined.outputs)
+        if quantization is not None:
+            for joined in work:  # measured now, since the threads would disturb it
+                fastest_kernel(joined.outputs, joined.layers[0].in_features)
         with ThreadPoolExecutor(min(WORKERS, torch.get_num_threads())) as pool:
             bar = tqdm(total=len(work), desc="packing weights", unit="layer", leave=False, disable=None)
             for _ in pool.map(pack, work):
@@ -452,6 +452,13 @@ def packed_form(module: nn.Module) -> str | None:
 def form_name(quantization: str | None) -> str | None:
     """The `NAME` of a quantisation, for the keys of what is stored about it; None: there is none."""
     return None if quantization is None else CLASSES[quantization].NAME
+
+
+def packed_kernels(module: nn.Module) -> list[str]:
+    """The kernels of a module's int8 layers, by shape."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    return sorted({f"{layer.packed.product.NAME} {layer.packed.outputs} x {layer.in_features}" for layer in layers
+                   if isinstance(layer.packed, Int8)})
 
 
 def is_int8(module: nn.Module) -> bool:

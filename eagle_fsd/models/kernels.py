@@ -1,0 +1,191 @@
+"""Products in int8 by two kernels, oneDNN's and FBGEMM's, which give the same bits, and which is faster here.
+
+Both sum integers, so that only speed decides. It depends on processor and shape: for few rows either can read the
+weights at half of the memory's speed. A weight exists in one layout, so one kernel serves all numbers of rows.
+
+M rows, K inputs of a layer, N outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from ..data.files import cache_directory, save_atomically
+from ..utils.openmp import WAIT_POLICIES
+
+log = logging.getLogger(__name__)
+ZERO = 128  # of rows as unsigned numbers
+CYCLE_ROWS, PROMPT_ROWS = (1, 4, 8, 16), (32, 128, 512)
+GAIN, LOSS = 0.95, 1.05  # FBGEMM's time in oneDNN's, at most: on average of a cycle's rows; for each number of rows
+LEAST, MOST = 1 << 18, 1 << 24  # bytes of a weight: smaller ones are oneDNN's, a part of larger ones is measured
+CACHE = 1 << 26  # bytes, as many as a processor's cache has
+ROUNDS, PROMPT_ROUNDS = 5, 2
+
+
+class OneDNN:
+    """The product of oneDNN, for any processor with VNNI.
+
+    Args:
+        numbers: int8. scales: of the outputs.
+    """
+
+    NAME = "oneDNN"
+
+    def __init__(self, numbers: Tensor, scales: Tensor) -> None:  # [N, K], [N]
+        self.weight, self.scales = torch.ops.onednn.qlinear_prepack(numbers, None), scales
+        self.zeros = torch.zeros(len(numbers), dtype=torch.long)
+
+    def __call__(self, rows: Tensor) -> Tensor:  # [M, K] float32 from 1 to below 256, may be changed -> [M, N] float32
+        """The product of floor(rows) - 128 and the numbers, times the scales."""
+        return torch.ops.onednn.qlinear_pointwise(
+            rows.to(torch.uint8), 1.0, ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none",
+            [], "")
+
+    def numbers(self) -> Tensor:  # [N, K] int8
+        return self.weight.to_dense().t()
+
+
+class FBGEMM:
+    """The product of FBGEMM, see `OneDNN`, for processors with AVX-512 VNNI (`has_fbgemm`)."""
+
+    NAME = "FBGEMM"
+
+    def __init__(self, numbers: Tensor, scales: Tensor) -> None:
+        zeros = torch.zeros(len(numbers), dtype=torch.long)
+        quantised = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
+        self.weight = torch.ops.quantized.linear_prepack(quantised, None)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        # It rounds to the nearest number, ties to even, which leaves whole numbers as they are.
+        return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows.floor_().sub_(ZERO), 1.0, ZERO, self.weight)
+
+    def numbers(self) -> Tensor:
+        return torch.ops.quantized.linear_unpack(self.weight)[0].int_repr()
+
+
+Kernel = OneDNN | FBGEMM
+KERNELS = OneDNN, FBGEMM
+
+
+@functools.cache
+def has_fbgemm() -> bool:
+    """Whether torch has FBGEMM's product, and its sums are exact.
+
+    With AVX2 it adds pairs of products in 16 bits, which is too few for large numbers. torch 2.13 warns that its
+    quantised tensors will be removed.
+    """
+    if not (torch.cpu._is_avx512_supported() and torch.cpu.get_capabilities().get("avx512_vnni")):
+        return False
+    numbers = torch.tensor([127, -127, 127, 1]).to(torch.int8).repeat_interleave(128)
+    numbers = torch.stack([numbers, -numbers, numbers.flip(0), torch.full_like(numbers, 127)])
+    rows = torch.cat([numbers, torch.randint_like(numbers, -127, 128)]).repeat(3, 1).float()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once in a process
+            found = FBGEMM(numbers, torch.ones(4))(rows + ZERO)
+    except (AttributeError, RuntimeError, NotImplementedError):  # a torch without it, or another quantized.engine
+        return False
+    return torch.equal(found.double(), rows.double() @ numbers.double().T)
+
+
+_measuring = Lock()
+
+
+def fastest_kernel(outputs: int, inputs: int) -> type[Kernel]:
+    """The kernel for weights of this shape. It is measured once on a machine, and stored in the user's cache directory.
+
+    Of large weights a part is measured; it takes some tens of milliseconds. Other work of the process should rest.
+    """
+    if outputs * inputs < LEAST or not has_fbgemm():
+        return OneDNN
+    with _measuring:
+        return faster_kernel(_known_times(min(outputs, max(1, MOST // inputs)), inputs, torch.get_num_threads()))
+
+
+def faster_kernel(times: Mapping[str, Mapping[str, float]]) -> type[Kernel]:
+    """FBGEMM if it is faster for the rows that cycles have, and slower for no number of rows; else oneDNN.
+
+    Args:
+        times: seconds of each kernel by its name and the number of rows. Those of a prompt's rows may be missing.
+    """
+    ours, other = times[FBGEMM.NAME], times[OneDNN.NAME]
+    shares = [ours[str(count)] / other[str(count)] for count in CYCLE_ROWS]
+    shares += [ours.get(str(count), math.inf) / other.get(str(count), 1.0) for count in PROMPT_ROWS]
+    faster = math.prod(shares[: len(CYCLE_ROWS)]) ** (1 / len(CYCLE_ROWS)) <= GAIN
+    return FBGEMM if faster and max(shares) <= LOSS else OneDNN
+
+
+@functools.cache
+def _known_times(outputs: int, inputs: int, threads: int) -> dict[str, dict[str, float]]:
+    """The times from the cache on disk; otherwise they are measured and stored there."""
+    facts = outputs, inputs, threads, processor_name(), torch.__version__
+    path = cache_directory() / "kernels" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    try:
+        times = json.loads(path.read_text(encoding="utf-8"))
+        faster_kernel(times)
+        return times
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError) as error:
+        log.warning("%s has no times of products (%s): measuring again", path, error)
+    times = measure(outputs, inputs)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically(path, lambda part: part.write_text(json.dumps(times, indent=1)))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): products will be measured again next time", path, error)
+    return times
+
+
+@torch.inference_mode()
+def measure(outputs: int, inputs: int) -> dict[str, dict[str, float]]:
+    """Seconds of a product by kernel and number of rows, with weights from memory: the shortest of some rounds. A
+    prompt's rows are measured only where they decide."""
+    numbers = (torch.arange(inputs) % 255 - 127).to(torch.int8).repeat(outputs, 1)
+    kernels = [kernel(numbers, torch.ones(outputs)) for kernel in KERNELS]
+    other, times = torch.zeros(CACHE // 8, dtype=torch.long), {kernel.NAME: {} for kernel in KERNELS}
+
+    def time_rows(count: int, rounds: int) -> None:
+        rows, shortest = torch.full((count, inputs), ZERO + 0.5), dict.fromkeys(times, math.inf)
+        for _ in range(rounds):
+            for kernel in kernels:
+                copied, _evicting = rows.clone(), other.sum()
+                started = time.perf_counter()
+                kernel(copied)
+                shortest[kernel.NAME] = min(shortest[kernel.NAME], time.perf_counter() - started)
+        for name, seconds in shortest.items():
+            times[name][str(count)] = seconds
+
+    for count in CYCLE_ROWS:
+        time_rows(count, ROUNDS)
+    if faster_kernel({name: {**dict.fromkeys(map(str, PROMPT_ROWS), 1.0), **own} for name, own in times.items()}) is (
+            FBGEMM):
+        for count in PROMPT_ROWS:
+            time_rows(count, PROMPT_ROUNDS)
+    return times
+
+
+@functools.lru_cache(maxsize=1)
+def processor_name() -> str:
+    """The name of the processor, from the system, and what the environment sets of its instructions and waits."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    settings = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", *WAIT_POLICIES)}
+    return ", ".join([next(names, platform.processor() or platform.machine()),
+                      *(f"{name}={value}" for name, value in settings.items() if value not in (None, "DEFAULT"))])
