@@ -278,20 +278,23 @@ class InvariantAttention:
         out, lse = attend_with_lse(grouped.double().flatten(2, 3), *near, self.near, scale)
         out, lse = out.view(grouped.shape), lse.view(grouped.shape[:-1])
         for rows, nodes, end in self.first:
-            part = grouped[rows, :, :, nodes]
+            whole = isinstance(nodes, slice)  # indexing, even by slices, takes as long as a small operation
+            part, own, own_lse = (grouped, out, lse) if whole else (
+                states[rows, :, :, nodes] for states in (grouped, out, lse))
             first, first_lse = attend_with_lse(
                 padded(part.flatten(2, 3), self.ROWS), keys[rows, :, :end], values[rows, :, :end], None, scale)
             count = self.groups * part.shape[3]
             first, first_lse = first[:, :, :count].view(part.shape), first_lse[:, :, :count].view(part.shape[:-1])
-            share = torch.sigmoid(first_lse - lse[rows, :, :, nodes])[..., None]
-            out[rows, :, :, nodes] = torch.lerp(out[rows, :, :, nodes], first.double(), share)
+            own.lerp_(first.double(), (first_lse - own_lse).sigmoid_()[..., None])
+            if not whole:
+                out[rows, :, :, nodes] = own
         return out.permute(0, 3, 1, 2, 4).to(queries.dtype).reshape(*queries.shape[:2], -1)
 
 
 def padded(rows: Tensor, multiple: int) -> Tensor:  # [B, K, R, S] -> [B, K, R', S]
     """The rows, and zeros up to a multiple of a number."""
     missing = -rows.shape[2] % multiple
-    return nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], missing, rows.shape[3])], 2) if missing else rows
 
 
 def attend_with_lse(
