@@ -176,11 +176,11 @@ def near_ties(model: EagleModel, stock: PreTrainedModel, chats: Sequence[list], 
             "expected other tokens in a million": 1e6 * (density * changes.double().mean() / 2).item()}
 
 
-def load_with(kernel: type[Kernel], pair: Loading) -> EagleModel:
+def load_with(kernel: type[Kernel], args: LosslessArguments) -> EagleModel:
     """The pair with all int8 products by one kernel."""
     own, linear.fastest_kernel = linear.fastest_kernel, lambda outputs, inputs: kernel
     try:
-        return pair.load()
+        return args.pair.load(args.tree)
     finally:
         linear.fastest_kernel = own
 
@@ -251,14 +251,14 @@ def run(args: LosslessArguments) -> int:
     check_counts(args, "limit", "per_category", "max_new_tokens", "sampled_prompts", "sampled_tokens", "rows")
     check_counts(args, "samples", least=0)
     questions = args.chosen_questions()
-    model = args.pair.load()
+    model = args.pair.load(args.tree)
     chats = [(question.id, [{"role": "user", "content": question.turns[0]}]) for question in questions]
     # In the dtype that the pair computes in. The plain decoding of int8 weights is that of our engine.
     quantised = is_int8(model.target.model)
     stock = model.target.model if quantised else model.stock_in(model.target.dtype)
     plain = engine(model, speculative=False) if quantised else hf_generate(model, stock=stock)
     methods = {name: engine(model, **each) for name, each in options.items()}
-    methods |= {kernel.NAME: engine(load_with(kernel, args.pair), **options[args.settings[0]])
+    methods |= {kernel.NAME: engine(load_with(kernel, args), **options[args.settings[0]])
                 for kernel in KERNELS if kernel.NAME in args.ways}
     ways = {"tree": engine(model, tree=TreeConfig(16, 5, 4)), "no-copies": engine(model, text_drafts="off"),
             "session": in_session(model)}
