@@ -19,7 +19,6 @@ from eagle_fsd.decoding.timing import (
     greedy_batch,
     known_latency,
     measure,
-    processor_name,
     share_of,
     with_rows,
 )
@@ -40,6 +39,7 @@ from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed, Pause, Sizing
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
+from eagle_fsd.models.kernels import processor_name
 
 CHEAP = Latency({1: 1.0, 64: 1.3}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
 STEEP = Latency({1: 1.0, 4: 1.0, 5: 1.5, 64: 9.0}, {k: 0.05 for k in (1, 2, 3, 4)}, 1.0)
