@@ -134,21 +134,22 @@ def faster_kernel(times: Mapping[str, Mapping[str, float]]) -> type[Kernel]:
 def _known_times(outputs: int, inputs: int, threads: int) -> dict[str, dict[str, float]]:
     """The times from the cache on disk; otherwise they are measured and stored there."""
     facts = outputs, inputs, threads, processor_name(), torch.__version__
-    path = cache_directory() / "kernels" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    name = Path("kernels", f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json")
     try:
-        times = json.loads(path.read_text(encoding="utf-8"))
+        times = json.loads((cache_directory() / name).read_text(encoding="utf-8"))
         faster_kernel(times)
         return times
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError) as error:
-        log.warning("%s has no times of products (%s): measuring again", path, error)
+        log.warning("there are no stored times of products (%s): measuring them", error)
     times = measure(outputs, inputs)
     try:
+        path = cache_directory() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps(times, indent=1)))
+        save_atomically(path, lambda part: part.write_text(json.dumps(times, indent=1), encoding="utf-8"))
     except OSError as error:
-        log.warning("%s cannot be written (%s): products will be measured again next time", path, error)
+        log.warning("times of products cannot be stored (%s): they will be measured again next time", error)
     return times
 
 
