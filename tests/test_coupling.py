@@ -20,9 +20,8 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
 from eagle_fsd.decoding.request import RequestParams
 from eagle_fsd.drafting.copies import Copies
-from eagle_fsd.drafting.coupling import NOISE_WEIGHT, Coupling, couple_copies
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.noise import gumbel_at, gumbel_noise
+from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_at, gumbel_noise
 from eagle_fsd.drafting.sizing import Auto
 
 TREE = TreeConfig(16, 5, 4)

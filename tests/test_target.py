@@ -7,7 +7,7 @@ from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.growth import Unread, read, read_prompt
 from eagle_fsd.models import causal_lm
-from eagle_fsd.models.forward import find_norm
+from eagle_fsd.models.causal_lm import find_norm
 from eagle_fsd.models.target import TargetModel
 
 TREE = TreeConfig(8, 3, 2)

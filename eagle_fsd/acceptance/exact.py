@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..drafting.coupling import NOISE_WEIGHT
+from ..drafting.noise import NOISE_WEIGHT
 from .nodes import Nodes, Weights
 from .rule import Rule
 
@@ -15,7 +15,7 @@ class Exact(Rule):
     The output has the same distribution as under a test of the children one by one, each with its target probability
     renormalised over the remaining tokens (SpecInfer, arXiv 2305.09781; EAGLE-2, arXiv 2406.16858, for children that
     are not sampled). No lossless rule accepts more on a tree that is independent of the noise; a tree drafted with the
-    noise (`drafting.coupling`) gets more tokens accepted, with the same distribution.
+    noise (`drafting.noise`) gets more tokens accepted, with the same distribution.
     """
 
     name: ClassVar[str] = "exact"

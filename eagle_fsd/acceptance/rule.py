@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..drafting.coupling import NOISE_WEIGHT
+from ..drafting.noise import NOISE_WEIGHT
 from ..utils.checks import check_interval
 from .nodes import Nodes, TokenWeights, Weights
 
@@ -38,7 +38,7 @@ class Rule(ABC):
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
     threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
-    noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.coupling`
+    noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.noise`
 
     threshold: float = 0.0
 

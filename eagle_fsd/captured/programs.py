@@ -20,9 +20,9 @@ from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
 from ..decoding.processing import VerifiedTrees
 from ..drafting import growth
-from ..drafting.coupling import Coupling
 from ..drafting.drafter import Drafter
 from ..drafting.growth import Unread, rerank
+from ..drafting.noise import Coupling
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree

@@ -35,9 +35,8 @@ from transformers.generation.logits_process import (
 )
 
 from ..acceptance import Rule
-from ..drafting.coupling import Coupling
 from ..drafting.largest import largest
-from ..drafting.noise import gumbel_noise, position_after
+from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.tree import DraftTree
 from ..options.generate import FOLLOWED, GenerateOptions
 from ..utils.checks import check_functions

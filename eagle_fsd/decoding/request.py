@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from ..acceptance import Rule, make_rule
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextSource
-from ..drafting.coupling import couple_copies
+from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
 from ..options.generate import RuleAtTemperature
 from ..utils.text import StopStrings

@@ -24,10 +24,10 @@ from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import prefill_part
 from ..models.target import TargetModel
 from .config import TreeConfig
-from .coupling import Coupling
 from .curves import apply_curves, curve_segments
 from .drafter import Drafter
 from .largest import largest
+from .noise import Coupling
 from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only
 

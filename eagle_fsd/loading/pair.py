@@ -26,9 +26,9 @@ from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Drafting, Fixed, Pause, Sizing
 from ..heads.eagle import DraftHead
+from ..models.causal_lm import read_structure
 from ..models.check import remember_check
 from ..models.digest import weights_digest
-from ..models.forward import read_structure
 from ..models.linear import PackedLinear, check_quantization, packed_form
 from ..models.memory import trim
 from ..models.target import TargetModel
