@@ -172,9 +172,9 @@ def decode_requests(
         parked, session.row = session.row, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
-        params = group[0].params  # what the drafting policy reads is the same in all
-        drafter = model.draft if params.speculative or session is not None else None  # a session's next call may draft
-        batch = Batch(model.target, drafter, group, model.drafting(params), parked=parked, captured=model.captured)
+        speculative = group[0].params.speculative  # in all, as what the drafting policy reads
+        drafter = model.draft if speculative or session is not None else None  # a session's next call may draft
+        batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked, captured=model.captured)
         batch.observe = observe
         emitted = [cycle.prefill(batch, number) for number in range(len(group))]
         while True:

@@ -42,7 +42,7 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.timing import seconds_of
-from eagle_fsd.drafting.sizing import Drafting, Fixed
+from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.methods import described, pair_text
@@ -197,8 +197,9 @@ def batch_of(
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
     options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
+    plan = Plan(tree or model.default_tree, drafts=tree is not None)
     batch = Batch(model.target, model.draft if tree else None, make_requests(model, prompts, options),
-                  Drafting(Fixed(tree)), captured=captured)
+                  Drafting(lambda _: plan), captured=captured)
     for number in range(len(prompts)):
         cycle.prefill(batch, number)
     return batch

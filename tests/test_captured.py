@@ -41,7 +41,7 @@ from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request, RequestParams
 from eagle_fsd.drafting.language_model import DraftModel
-from eagle_fsd.drafting.sizing import Drafting, Fixed
+from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.models import fused
 from eagle_fsd.options.generate import GenerateOptions
@@ -376,9 +376,9 @@ def test_the_recorded_runs(setting):
     captured = capturing(pair).captured
     for prompt in json.loads((ORACLE / "expected.json").read_text())["prompts"]:
         run = prompt["runs"][setting]
-        tree = TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"])
+        plan = Plan(TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
         asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
-        batch = Batch(pair.target, pair.draft, [asked], Drafting(Fixed(tree)), captured=captured)
+        batch = Batch(pair.target, pair.draft, [asked], Drafting(lambda _, plan=plan: plan), captured=captured)
         prefill(batch)
         for _ in run["accept_lengths"]:
             cycle.step(batch)
@@ -508,7 +508,7 @@ def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
     options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
     options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
     requests = make_requests(pair, PROMPTS[:3], options)
-    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TREE)), captured=pair.captured)
+    batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: Plan(TREE)), captured=pair.captured)
     prefill(batch)
     for number in range(12):
         torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
@@ -540,7 +540,7 @@ def programs_of(pair, rows, draw, rule):
     buffers = Buffers(target, drafter, storages, tree, True)
     options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
-    settings = settings_of(requests, [request.params.rule for request in requests], Drafting(Fixed(tree)).next())
+    settings = settings_of(requests, [request.params.rule for request in requests], Plan(tree))
     processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
     return (partial(draft, buffers, target, drafter, settings.draft, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
-from eagle_fsd.drafting.sizing import Fixed
+from eagle_fsd.drafting.sizing import Plan
 from eagle_fsd.inputs.prompts import encode_prompt, render_chat
 from eagle_fsd.loading.pair import EagleModel
 
@@ -109,7 +109,7 @@ def test_a_template_that_shortens_earlier_answers(model):
 def test_turns_without_a_draft_tree_and_without_a_head(model):
     """The draft reads later what it did not at the time."""
     class Trees:
-        chosen = Fixed()
+        chosen = Plan(TREE, drafts=False)
 
         def of(self, rows=1, temperature=0.0, lossless=True):
             return self.chosen
@@ -118,10 +118,10 @@ def test_turns_without_a_draft_tree_and_without_a_head(model):
     chat = Chat(model, **{**OPTIONS, "tree": None})
     first = assert_turn(chat, SAID[0])
     assert first.stats.undrafted == first.stats.target_forwards == 11
-    Trees.chosen = Fixed(TREE)
+    Trees.chosen = Plan(TREE)
     second = assert_turn(chat, SAID[1])
     assert sum(second.stats.accepted_lengths) > 0 and second.stats.prefill_tokens < 12
-    Trees.chosen = Fixed()
+    Trees.chosen = Plan(TREE, drafts=False)
     assert_turn(chat, SAID[2])
     chat = Chat(EagleModel.from_parts(model.target.model, None, model.tokenizer), **OPTIONS)
     outputs = [assert_turn(chat, text) for text in SAID]

@@ -22,7 +22,7 @@ from eagle_fsd.decoding.request import RequestParams
 from eagle_fsd.drafting.copies import Copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_at, gumbel_noise
-from eagle_fsd.drafting.sizing import Auto
+from eagle_fsd.drafting.sizing import Plan, Prices
 
 TREE = TreeConfig(16, 5, 4)
 SEEDS = torch.tensor([3, 4, 5])
@@ -48,7 +48,8 @@ def test_trees_equal_the_reference(scale):
     numbers = torch.full((3,), length), torch.tensor([0.8, 1.5, 0.0]), torch.tensor([0.7, 1.0, 0.0])
     coupling = Coupling(SEEDS, *numbers, warpers, VOCAB)
     cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k, batch=3)
-    tree, logits = draft_tree(pair.draft, pair.target, torch.stack(features), tokens, cache, config, coupling=coupling)
+    tree, logits = draft_tree(pair.draft, pair.target, torch.stack(features), tokens, cache, Plan(config),
+                              coupling=coupling)
     noise = gumbel_noise(SEEDS, length + 1 + torch.arange(config.depth).expand(3, -1), VOCAB)  # of the children
     perturb = [lambda logits, depth: (warped(logits, 0.8) + 0.7 * noise[0, depth]) * 0.8,
                lambda logits, depth: (warped(logits, 1.5, 7) + noise[1, depth]) * 1.5, lambda logits, depth: logits]
@@ -66,11 +67,11 @@ def test_what_truncation_rules_out_keeps_the_tree_connected():
     features = reference_eagle.forward(pair.target.model, PROMPT[:-1])[0]
     warpers = [LogitsProcessorList([TopKLogitsWarper(2)])]
     coupling = Coupling(SEEDS[:1], torch.tensor([len(PROMPT) - 1]), torch.ones(1), torch.ones(1), warpers, VOCAB)
-    sized = Auto(config, lambda nodes, levels: 1.0, default_curves().sampled)
-    for plan in (None, sized.plan(config)):
+    prices = Prices(lambda nodes, levels: 1.0, default_curves().sampled)
+    for plan in (Plan(config), Plan(config, prices=prices)):
         cache = pair.draft.new_cache(len(PROMPT) + config.depth * config.top_k)
         tree, _ = draft_tree(pair.draft, pair.target, features[None], torch.tensor([PROMPT[1:]]), cache,
-                             config, coupling=coupling, plan=plan)
+                             plan, coupling=coupling)
         assert tree.scores.isfinite().all()
         assert (tree.scores <= tree.scores.gather(1, tree.parents)).all()
         assert tree.depths[0].tolist() == [0, *(tree.depths[0, tree.parents[0, 1:]] + 1).tolist()]

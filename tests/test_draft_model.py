@@ -25,8 +25,7 @@ from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import read_prompt
 from eagle_fsd.drafting.language_model import DraftModel
-from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Drafting, Fixed, Sizing
+from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Sizing
 from eagle_fsd.loading.pair import EagleModel
 
 TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)
@@ -141,7 +140,7 @@ def test_keys_of_accepted_nodes_are_kept():
     pair = EagleModel.from_parts(target, target)
     requests = [Request(prompt, RequestParams(max_new_tokens=40), text_source=TextSource(prompt, TextDrafts()))
                 for prompt in (PROMPT, PROMPT[1:] * 2, PROMPT[2:])]
-    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TreeConfig(9, 4, 2))))
+    batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: Plan(TreeConfig(9, 4, 2))))
     prefill(batch)
     unread = []
     for _ in range(6):

@@ -16,8 +16,7 @@ from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import Scored, rerank
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
-from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed, Sizing
+from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Prices, Sizing
 from eagle_fsd.models import causal_lm
 from eagle_fsd.models.target import TargetModel
 
@@ -55,7 +54,7 @@ def draft_both(pair, prompt, config):
     features = reference_eagle.forward(pair.target.model, prompt[:-1])[0]
     cache = pair.draft.new_cache(len(prompt) + config.depth * config.top_k)
     tokens = torch.tensor([prompt[1:]])
-    drafted = draft_tree(pair.draft, pair.target, features[None], tokens, cache, config)
+    drafted = draft_tree(pair.draft, pair.target, features[None], tokens, cache, Plan(config))
     assert cache.length == len(prompt) - 1
     return drafted, reference_eagle.draft(pair.draft, pair.target.model, list(features), prompt[1:], config)
 
@@ -89,7 +88,7 @@ def test_rows_of_a_batch_are_independent():
     features = torch.stack([reference_eagle.forward(pair.target.model, prompt[:-1])[0] for prompt in prompts])
     cache = pair.draft.new_cache(len(PROMPT) + 20, batch=2)
     tokens = torch.tensor([prompt[1:] for prompt in prompts])
-    tree, draft_logits = draft_tree(pair.draft, pair.target, features, tokens, cache, config)
+    tree, draft_logits = draft_tree(pair.draft, pair.target, features, tokens, cache, Plan(config))
     for row, prompt in enumerate(prompts):
         _, reference = draft_both(pair, prompt, config)
         assert_same_tree(tree, draft_logits, reference, config, row)
@@ -123,7 +122,7 @@ DEPTH = 3
 )
 def test_rerank_on_the_picture(total, tokens, parents, depths, rows):
     config = TreeConfig(total, 3, 2)
-    tree = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), config)
+    tree = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), Plan(config))
     assert tree.tokens.tolist() == [tokens]
     assert tree.parents.tolist() == [parents]
     assert tree.depths.tolist() == [depths]
@@ -136,9 +135,9 @@ def test_the_root_stays_whatever_the_scores():
     """A sum of log rates can round to above 0, and it may be that no further node pays."""
     above = torch.tensor(SCORES) + torch.tensor([0.0] + [9.0] * 10)
     config = TreeConfig(3, 3, 2)
-    assert rerank(Scored(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH), config).tokens[0, 0] == 9
-    dear = Auto(config, cost=lambda nodes, levels: 9.0 * nodes).plan(config)
-    none = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), config, plan=dear)
+    assert rerank(Scored(torch.tensor(TOKENS), above, torch.tensor(EXPANDED), DEPTH), Plan(config)).tokens[0, 0] == 9
+    dear = Plan(config, prices=Prices(lambda nodes, levels: 9.0 * nodes))
+    none = rerank(Scored(torch.tensor(TOKENS), torch.tensor(SCORES), torch.tensor(EXPANDED), DEPTH), dear)
     assert none.tokens.tolist() == [[9]] and none.max_depth == 0
 
 
@@ -146,7 +145,7 @@ def test_the_root_stays_whatever_the_scores():
 @pytest.mark.parametrize(("family", "shape"), [("llama", (16, 5, 4)), ("gemma2", (4, 1, 3))], ids=str)
 def test_greedy_cycles_equal_the_reference(family, shape):
     pair, config, seen = tiny_pair(family), TreeConfig(*shape), []
-    batch = greedy_batch(pair.target, pair.draft, [PROMPT], config, 60)
+    batch = greedy_batch(pair.target, pair.draft, [PROMPT], Plan(config), 60)
     batch.observe = lambda *drafted: seen.append(drafted)
     first, cycles = reference_eagle.decode(pair.target.model, pair.draft, PROMPT, config, cycles=6)
     prefill(batch)
@@ -174,7 +173,7 @@ def test_levels_of_a_draft_model_are_read_as_plain_text(family, shape):
     cache = drafter.new_cache(20 + config.depth * config.top_k, rows)
     for _ in range(2):  # the second one after rows of unequal lengths
         unread = [torch.tensor(prompt[length:]) for prompt, length in zip(prompts, cache.lengths, strict=True)]
-        tree, draft_logits = draft_tree(drafter, drafter, None, unread, cache, config)
+        tree, draft_logits = draft_tree(drafter, drafter, None, unread, cache, Plan(config))
         assert cache.lengths == [len(prompt) for prompt in prompts]
         for row, prompt in enumerate(prompts):
             for node, path in enumerate(paths_of(tree, row)):
@@ -195,7 +194,7 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)  # prompts in parts
     model, tree = tiny_target(), TreeConfig(*shape, draft_temperature=0.05)
     target, drafter = TargetModel(model), DraftModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
-    batch = greedy_batch(target, drafter, prompts, tree, 60)
+    batch = greedy_batch(target, drafter, prompts, Plan(tree), 60)
     prefill(batch)
     accepted = [[len(receipts) - 1 for receipts in cycle.step(batch)] for _ in range(5)]
     assert not same or accepted == [[tree.depth] * len(prompts)] * 5
@@ -206,8 +205,8 @@ def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     if len(prompts) > 1:
         return
     text = [*batch.requests[0].tokens[:-3], 7, 8]
-    (request,) = greedy_batch(target, drafter, [text], tree, 20).requests
-    later = Batch(target, drafter, [request], Drafting(Fixed(tree)), parked=batch.row(0))
+    (request,) = greedy_batch(target, drafter, [text], Plan(tree), 20).requests
+    later = Batch(target, drafter, [request], Drafting(lambda _: Plan(tree)), parked=batch.row(0))
     prefill(later)
     assert request.stats.prefill_tokens == 2
     emitted = [len(receipts) for _ in range(2) for receipts in cycle.step(later)]

@@ -13,6 +13,7 @@ from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, draft_tree, random_head, t
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
+from eagle_fsd.drafting.sizing import Plan
 from eagle_fsd.heads.eagle3 import Eagle3Head
 from eagle_fsd.heads.export import export_head
 from eagle_fsd.heads.inspection import inspect_head
@@ -170,7 +171,8 @@ def test_drafted_trees_are_those_of_the_definition(target, named, options):
     cache, draft_cache = pair.target.new_cache(40), head.new_cache(80)
     features = pair.target.prefill(torch.tensor([PROMPT[:-1]]), cache)
     tokens = torch.tensor([PROMPT[1:]])
-    tree, logits = draft_tree(head, pair.target, features, tokens, draft_cache, TreeConfig(12, 3, 3))
+    tree, logits = draft_tree(head, pair.target, features, tokens, draft_cache,
+                              Plan(TreeConfig(12, 3, 3)))
     states, _ = states_by_hand(target, PROMPT[:-1], (2, 4, 5))
     read = list(torch.cat(states, -1))
     for node in range(12):

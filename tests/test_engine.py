@@ -23,7 +23,7 @@ from eagle_fsd.batching.prefixes import Prefixes
 from eagle_fsd.decoding.batch import Batch, shared_prefix
 from eagle_fsd.decoding.timing import SameCopies
 from eagle_fsd.drafting.copies import MOST_NODES, TextSource
-from eagle_fsd.drafting.sizing import Auto
+from eagle_fsd.drafting.sizing import Plan, Prices
 from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -62,7 +62,7 @@ class Trees:
 
     def of(self, rows=1, temperature=0.0, lossless=True):
         tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
-        return Auto(tree, cost=lambda nodes, levels: 2.5)
+        return Plan(tree or self.largest, tree is not None, Prices(lambda nodes, levels: 2.5))
 
 
 @functools.cache

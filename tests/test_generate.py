@@ -16,8 +16,7 @@ import eagle_fsd
 from eagle_fsd import GenerateOptions, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.latency import Latency
-from eagle_fsd.drafting.sizing import Sizing
+from eagle_fsd.drafting.sizing import Latency, Sizing
 from eagle_fsd.inputs.prompts import encode_prompts
 from eagle_fsd.loading.pair import EagleModel
 

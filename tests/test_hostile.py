@@ -17,7 +17,7 @@ from tiny import PROMPT, VOCAB, save_pair, tiny_pair, tiny_tokenizer
 
 import eagle_fsd
 from eagle_fsd import EagleModel, TreeConfig, Weights
-from eagle_fsd.drafting.latency import Latency
+from eagle_fsd.drafting.sizing import Latency
 
 TREE = TreeConfig(16, 5, 4)
 IDS = torch.tensor([PROMPT])

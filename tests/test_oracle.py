@@ -13,7 +13,7 @@ import eagle_fsd
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request, RequestParams
-from eagle_fsd.drafting.sizing import Drafting, Fixed
+from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.drafting.tree import DraftTree
 
 ORACLE = Path(__file__).parent / "oracle"
@@ -28,9 +28,9 @@ def load(target: Path, head: Path) -> eagle_fsd.EagleModel:
 def decode(pair: eagle_fsd.EagleModel, prompt: list[int], run: dict) -> tuple[Request, list[DraftTree]]:
     """As many cycles as the recorded run has, with its tree: the request, and the tree of each cycle."""
     trees = []
-    choice = Fixed(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
+    plan = Plan(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
     request = Request(prompt, RequestParams(max_new_tokens=200))
-    batch = Batch(pair.target, pair.draft, [request], Drafting(choice))
+    batch = Batch(pair.target, pair.draft, [request], Drafting(lambda _: plan))
     batch.observe = lambda tree, *_: trees.append(tree)
     prefill(batch)
     for _ in run["accept_lengths"]:

@@ -9,7 +9,7 @@ from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
 from eagle_fsd.drafting.copies import MOST_NODES
-from eagle_fsd.drafting.sizing import Auto
+from eagle_fsd.drafting.sizing import Plan, Prices
 from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
 
@@ -166,7 +166,7 @@ class Costs:
     largest = eagle_fsd.TreeConfig(64, 16, 4)
 
     def of(self, rows=1, temperature=0.0, lossless=True):
-        return Auto(None, cost=lambda nodes, levels: 1.0)
+        return Plan(self.largest, drafts=False, prices=Prices(lambda nodes, levels: 1.0))
 
 
 @pytest.mark.parametrize(("head", "tree", "nodes"), [

@@ -30,12 +30,10 @@ from eagle_fsd.drafting.curves import (
     WIDE_TREE,
     Curves,
     HeadCurves,
-    apply_curves,
-    curve_segments,
     default_curves,
+    log_rates,
 )
-from eagle_fsd.drafting.latency import Latency, between
-from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed, Pause, Sizing
+from eagle_fsd.drafting.sizing import Drafting, Latency, Pause, Plan, Prices, Sizing, between
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
@@ -46,9 +44,9 @@ STEEP = Latency({1: 1.0, 4: 1.0, 5: 1.5, 64: 9.0}, {k: 0.05 for k in (1, 2, 3, 4
 PROMPTS = torch.randint(32, (24, 8), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def decode(pair, prompts, tree, tokens):
+def decode(pair, prompts, plan, tokens):
     """The texts of prompts that are decoded together, and of each cycle the tree, the draft's logits and the paths."""
-    seen, batch = [], greedy_batch(pair.target, pair.draft, prompts, tree, len(prompts) * tokens + 20)
+    seen, batch = [], greedy_batch(pair.target, pair.draft, prompts, plan, len(prompts) * tokens + 20)
     batch.observe = lambda *drafted: seen.append(drafted)
     with torch.inference_mode():
         prefill(batch)
@@ -67,7 +65,7 @@ def pair():
 
 def test_an_observed_cycle_is_the_tree_and_what_became_of_it(pair):
     """Steps are what the draft gave the node after its parent, whatever the row."""
-    _, seen = decode(pair, PROMPTS[:3], replace(WIDE_TREE, depth=5), 9)
+    _, seen = decode(pair, PROMPTS[:3], Plan(replace(WIDE_TREE, depth=5)), 9)
     for tree, levels, paths in seen:
         for row, path in enumerate(paths):
             cycle = observed(tree, path, row)
@@ -109,9 +107,9 @@ def chains(count, depth=5):
 def test_the_fit_finds_rates_and_worth():
     made = chains(4000)
     found = fit(made)
-    segments = curve_segments(found, 2, torch.device("cpu"))
+    log_rates_of = log_rates(found, 2, torch.device("cpu"))
     for probability in (0.2, 0.5, 0.8):
-        rates = apply_curves(segments, torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
+        rates = log_rates_of(torch.tensor([[math.log(probability), math.log(1 - probability)]])).exp()[0]
         assert rates[0].item() == pytest.approx(probability**2, abs=0.05)
         assert rates[1].item() == pytest.approx((1 - probability) / 4 * (1 - probability**2), abs=0.05)
     # The root's children, at a price: the mean of what each is above it.
@@ -165,7 +163,7 @@ def test_as_many_nodes_are_verified_as_pay(pace):
                   for nodes in range(1, min(MOST_NODES, max(map(len, scores))) + 1)}
         rate = max(expected / cost(nodes, 1) for nodes, expected in tokens.items())
         surplus = {nodes: expected - max(pace, rate) * cost(nodes, 1) for nodes, expected in tokens.items()}
-        count = Auto(None, cost).plan(None, pace).nodes(scores)
+        count = Plan(TreeConfig(MOST_NODES), False, Prices(cost), pace).nodes(scores)
         assert surplus[count] == pytest.approx(max(surplus.values()), abs=1e-9)
         found.add((count, rate > pace))
     assert {1, MOST_NODES} <= {count for count, _ in found} and len(found) > 20 and {True, False} <= dict(
@@ -181,8 +179,8 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
     known = Curves((-9.0, 0.0), (-9.0, 0.0), (-9.0, -9.0), tuple(np.linspace(0.02, 1, 50)), worths)
     for level in (0.01, 0.05, 0.1, 0.2):
         for node in (0.0, 0.05, 0.2):
-            choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + node * nodes + level * levels, known)  # noqa: B023
-            plan = choice.plan(WIDE_TREE, 1.0)
+            prices = Prices(lambda nodes, levels: 1 + node * nodes + level * levels, known)  # noqa: B023
+            plan = Plan(WIDE_TREE, prices=prices, pace=1.0)
 
             def value(path, left, best, node=node, level=level, plan=plan):
                 """What levels are worth from here on: of the best policy, or of ours."""
@@ -195,7 +193,7 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
             ours, most = value(1.0, 6, False), value(1.0, 6, True)
             assert most - 0.02 <= ours <= most + 1e-9
     likely, unlikely = [[math.log(0.9)]], [[math.log(0.02)]]
-    cheap = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.05 * levels, known).plan(WIDE_TREE, 1.0)
+    cheap = Plan(WIDE_TREE, prices=Prices(lambda nodes, levels: 1 + 0.05 * levels, known), pace=1.0)
     assert cheap.level_pays(likely) and not cheap.level_pays(unlikely)
     assert cheap.level_pays([*likely, *likely, [math.log(0.3)]])  # the mean row counts
     assert not replace(cheap, missed=0.05).level_pays(likely)  # what copies hold already is worth nothing
@@ -203,18 +201,18 @@ def test_levels_are_drafted_as_an_optimal_stopper_would():
 
 def test_lambda_is_what_was_achieved():
     """A running mean of tokens by cost, at least that of plain decoding."""
-    choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
-    policy = Drafting(choice)
-    assert policy.next([None, None]).pace == pytest.approx(1.6)
+    prices = Prices(lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
+    policy = Drafting(lambda _: Plan(WIDE_TREE, prices=prices))
+    assert policy.plan([None, None]).pace == pytest.approx(1.6)
     for _ in range(300):
-        policy.learn(policy.next([None, None]), 10, 4, [5, 3], copied=False)
-    assert policy.pace == pytest.approx(4 / choice.cost(10, 4), rel=0.02)
+        policy.learn(policy.plan([None, None]), 10, 4, [5, 3], copied=False)
+    assert policy.pace == pytest.approx(4 / prices.cost(10, 4), rel=0.02)
     for _ in range(3000):
-        policy.learn(policy.next([None, None]), 10, 4, [1, 1], copied=False)
+        policy.learn(policy.plan([None, None]), 10, 4, [1, 1], copied=False)
     assert policy.pace == 1.0
-    given = Drafting(Fixed(WIDE_TREE))
-    given.learn(given.next(), 10, 4, [9], copied=False)
-    assert not given.next().decided_by_scores and given.next().tree is WIDE_TREE  # always whole
+    given = Drafting(lambda _: Plan(WIDE_TREE))
+    given.learn(given.plan(), 10, 4, [9], copied=False)
+    assert given.plan() == Plan(WIDE_TREE)  # always whole
 
 
 def test_levels_are_as_wide_as_costs_hardly_more():
@@ -226,19 +224,19 @@ def test_levels_are_as_wide_as_costs_hardly_more():
     assert Sizing(CHEAP, default_curves(), vocabulary=2).top_k() == 2
     sizing = Sizing(CHEAP, default_curves())
     assert sizing.of(2, 0.0) is sizing.of(2, 0.2) is not sizing.of(2, 1.0)
-    assert sizing.of(2, 1.0).curves is default_curves().sampled and Sizing(CHEAP, None).of().tree is None
+    assert sizing.of(2, 1.0).curves is default_curves().sampled and not Sizing(CHEAP, None).of().drafts
     dear = replace(CHEAP, row=1.0)  # what a row adds to a drafted cycle is more than it can bring
-    assert Sizing(dear, default_curves()).of(1).tree is not None is Sizing(dear, default_curves()).of(8).tree
+    assert Sizing(dear, default_curves()).of(1).drafts and not Sizing(dear, default_curves()).of(8).drafts
 
 
 def test_the_outlook_is_the_best_number_of_levels_on_average():
     for level in (0.01, 0.05, 0.2, 0.9):
-        choice = Auto(WIDE_TREE, lambda nodes, levels: 1 + 0.02 * nodes + level * levels, default_curves().greedy)  # noqa: B023
-        gain, count = choice.outlook(1.5)
-        worth, reach, gains = choice.curves.level_worth(0.03), 1.0, [0.0]
+        prices = Prices(lambda nodes, levels: 1 + 0.02 * nodes + level * levels, default_curves().greedy)  # noqa: B023
+        gain, count = prices.outlook(1.5)
+        worth, reach, gains = prices.curves.level_worth(0.03), 1.0, [0.0]
         for _ in range(WIDE_TREE.depth):
             gains.append(gains[-1] + worth(reach))
-            reach = choice.curves.level_worth(0.0)(reach)
+            reach = prices.curves.level_worth(0.0)(reach)
         nets = [each - 1.5 * level * number for number, each in enumerate(gains)]
         assert count == nets.index(max(nets)) and gain == pytest.approx(gains[count]) and (count > 0) == (level < 0.4)
 
@@ -246,10 +244,9 @@ def test_the_outlook_is_the_best_number_of_levels_on_average():
 def test_sized_cycles_change_no_token(pair):
     """Rows share levels and number of nodes; where drafting costs more, less is drafted."""
     rows, verified = PROMPTS[:3], {}
-    expected, _ = decode(pair, rows, TreeConfig(24, 6, 3), 30)
+    expected, _ = decode(pair, rows, Plan(TreeConfig(24, 6, 3)), 30)
     for name, latency in (("cheap", CHEAP), ("steep", STEEP)):
-        choice = Sizing(latency, default_curves()).of(len(rows))
-        said, seen = decode(pair, rows, choice, 30)
+        said, seen = decode(pair, rows, Sizing(latency, default_curves()).of(len(rows)), 30)
         assert said == expected
         verified[name] = [tree.tokens.shape[1] for tree, *_ in seen]
         assert len({len(levels) for _, levels, _ in seen}) > 1
@@ -295,8 +292,9 @@ def test_the_next_request_knows_that_drafting_did_not_pay():
 def test_decoding_with_pauses_gives_the_same_tokens(pair):
     """The draft reads what it missed: afterwards it drafts as if there had been no pause."""
     tree = TreeConfig(8, 3, 2)
-    expected, _ = decode(pair, [PROMPT], tree, 70)
-    batch = greedy_batch(pair.target, pair.draft, [PROMPT], Auto(tree, cost=lambda nodes, levels: 3.9), 80)
+    expected, _ = decode(pair, [PROMPT], Plan(tree), 70)
+    dear = Plan(tree, prices=Prices(lambda nodes, levels: 3.9))
+    batch = greedy_batch(pair.target, pair.draft, [PROMPT], dear, 80)
     (row,), undrafted = batch.requests, []
     with torch.inference_mode():
         prefill(batch)
@@ -315,7 +313,7 @@ def test_rows_cost_what_they_do_not_share():
     tree, shared = ROW_TREE, Latency({1: 1.0, 64: 7.3}, {1: 0.5}, 0.9)
     found = with_rows(shared, drafted=9.0, plain=2.0)
     assert found.cycle(tree.nodes, tree.depth, tree.top_k, ROWS) == pytest.approx(9.0)
-    assert found.plain_cycle(ROWS) == pytest.approx(2.0) and found.plain_cycle() == pytest.approx(0.9)
+    assert found.cycle(rows=ROWS) == pytest.approx(2.0) and found.cycle() == pytest.approx(0.9)
     assert with_rows(shared, drafted=0.1, plain=0.1) == shared
 
 
@@ -359,8 +357,8 @@ def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, m
 
 
 def test_latency_is_linear_between_measurements():
-    assert between({2: 1.0, 4: 3.0, 8: 5.0}, [1, 2, 3, 4, 6, 8, 10]).tolist() == [1, 1, 2, 3, 4, 5, 6]
-    assert between({3: 2.0}, [1, 5]).tolist() == [2, 2]
+    assert [between({2: 1.0, 4: 3.0, 8: 5.0}, at) for at in (1, 2, 3, 4, 6, 8, 10)] == [1, 1, 2, 3, 4, 5, 6]
+    assert [between({3: 2.0}, at) for at in (1, 5)] == [2, 2]
 
 
 def test_a_target_without_room_is_refused():

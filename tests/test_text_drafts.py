@@ -31,7 +31,6 @@ from eagle_fsd.drafting.copies import (
     LONGEST_MATCH,
     MOST_NODES,
     MOST_PLACES,
-    NODES,
     SEPARATOR,
     Copies,
     Rates,
@@ -40,7 +39,7 @@ from eagle_fsd.drafting.copies import (
 )
 from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.noise import gumbel_noise
-from eagle_fsd.drafting.sizing import Auto, Drafting, Fixed
+from eagle_fsd.drafting.sizing import Drafting, Plan, Prices
 from eagle_fsd.drafting.tree import root_only
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.loading.pair import EagleModel
@@ -226,7 +225,7 @@ def head_trees(seed, config):
     prompts = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
     features = pair.target.prefill(prompts[:, :-1], pair.target.new_cache(9, 2))
     cache = pair.draft.new_cache(8 + config.depth * config.top_k, 2)
-    return draft_tree(pair.draft, pair.target, features, prompts[:, 1:], cache, config, MOST_NODES)[0]
+    return draft_tree(pair.draft, pair.target, features, prompts[:, 1:], cache, Plan(config), MOST_NODES)[0]
 
 
 def random_copies(draw, head):
@@ -373,14 +372,14 @@ def plainly(prompt, pair, **options):
 def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
     """Then it drafts what it would after the same text as a prompt; also where it was not asked for some cycles, and a
     row beside it is long and has no room for as much."""
-    pair, tree = pair_of("EAGLE-2"), TreeConfig(40, 2, 2)
+    pair, plan = pair_of("EAGLE-2"), Plan(TreeConfig(40, 2, 2), prices=Prices(cost) if cost else None)
     draw, turning = random.Random(0), plainly(REPEATS, pair, max_new_tokens=150).token_ids  # greedy texts go in circles
     prompts = [REPEATS + turning, PROMPT, [draw.randrange(VOCAB) for _ in range(330)]]
 
     def begun(prompts, *options):
         requests = [make_requests(pair, [prompt], GenerateOptions(**own))[0]
                     for prompt, own in zip(prompts, options, strict=True)]
-        batch = Batch(pair.target, pair.draft, requests, Drafting(Auto(tree, cost) if cost else Fixed(tree)))
+        batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: plan))
         prefill(batch)
         return batch
 
@@ -390,11 +389,12 @@ def test_a_head_catches_up_after_more_than_its_tree_is_deep(cost, lag):
         cycle.step(batch)
         unread = [len(batch.feature(row)) for row in range(len(prompts))]
     assert len(batch.requests[2].tokens) < 350
-    drafted, logits = cycle.draft_trees(batch, [EXACT] * 3, Fixed(tree).plan(tree))
+    whole = Plan(plan.tree)
+    drafted, logits = cycle.draft_trees(batch, [EXACT] * 3, whole)
     for row, request in enumerate(batch.requests):
         alone = begun([request.tokens[:-1]], {})
         assert alone.requests[0].tokens == request.tokens
-        expected, theirs = cycle.draft_trees(alone, [EXACT], Fixed(tree).plan(tree))
+        expected, theirs = cycle.draft_trees(alone, [EXACT], whole)
         assert drafted.tokens[row].tolist() == expected.tokens[0].tolist()
         for ours, wanted in zip(logits, theirs, strict=True):
             torch.testing.assert_close(ours[row], wanted[0], rtol=1e-3, atol=1e-3)
@@ -502,30 +502,30 @@ def test_the_head_is_asked_where_it_pays():
     for level in (0.01, 0.05, 0.1, 0.2, 0.3, 0.5):
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
-                choice = Auto(TREE, cost=lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
-                policy = Drafting(choice)
+                prices = Prices(lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
+                policy = Drafting(lambda _: Plan(TREE, prices=prices))  # noqa: B023
                 for _ in range(60):  # five tokens with nine nodes and three levels
-                    policy.learn(policy.next([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
+                    policy.learn(policy.plan([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
                 missed = sum(1 - p if each else 1 for each in copies) / len(copies)
                 pace = policy.pace
                 worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
-                assert (policy.next(copies).tree is TREE) == worth and policy.next([None]).tree is TREE
-    dear = Auto(TREE, cost=lambda nodes, levels: 1 + nodes + 9 * levels)
-    assert Drafting(dear).next([None]).tree is TREE  # that is for the pauses to say
-    assert Drafting(dear).next([chain(0.99, 9)]).tree is None
-    assert Drafting(Fixed(TREE)).next([chain(0.99, 9)]).tree is TREE  # a given tree is always drafted
+                assert policy.plan(copies).drafts == worth and policy.plan([None]).drafts
+    dear = Plan(TREE, prices=Prices(lambda nodes, levels: 1 + nodes + 9 * levels))
+    assert Drafting(lambda _: dear).plan([None]).drafts  # that is for the pauses to say
+    assert not Drafting(lambda _: dear).plan([chain(0.99, 9)]).drafts
+    assert Drafting(lambda _: Plan(TREE)).plan([chain(0.99, 9)]) == Plan(TREE)  # a given tree is always drafted
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
-    for head in (True, False):
-        policy = Drafting(Fixed(TreeConfig(9, 2, 2)))
-        policy.begin([None, None], has_drafter=head)
-        plan = policy.next([None] * 2)
-        assert (plan.tree is not None) == head
+    for kind in ("EAGLE-2", "no head"):
+        pair, own = pair_of(kind), {"tree": TreeConfig(9, 2, 2)}
+        requests = make_requests(pair, [PROMPT], GenerateOptions(**own))
+        policy = pair.drafting(requests)
+        policy.resize(requests)
+        plan = policy.plan([None] * 2)
+        assert plan.drafts == (kind == "EAGLE-2")
         assert plan.nodes([[0.0, -0.1], [0.0, -0.5, -0.6, -0.69, -3.0]]) == 5
         assert plan.nodes([[0.0] * 20, [0.0]]) == 9
-    copied = Drafting(Fixed()).next([None])  # as many as is usual
-    assert [copied.nodes([[0.0] * known]) for known in (3, 200)] == [3, NODES]
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-2", "no head"])

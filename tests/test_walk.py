@@ -15,7 +15,7 @@ from eagle_fsd.acceptance import Nodes, TokenWeights, Weights, make_rule
 from eagle_fsd.acceptance.walk import Within
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.drafting.sizing import Drafting, Fixed
+from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.inputs.requests import make_requests
 
 VOCAB, TREE = 11, eagle_fsd.TreeConfig(8, 3, 3)
@@ -204,7 +204,7 @@ def test_a_function_that_raised_is_not_asked_again():
 @torch.inference_mode()
 def decode(pair, requests):
     """Requests decoded together to their ends; what each one raised, or None."""
-    batch = Batch(pair.target, pair.draft, requests, Drafting(Fixed(TREE)))
+    batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: Plan(TREE)))
     prefill(batch)
     batch.drop_finished()
     while batch.requests:

@@ -262,10 +262,10 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
     save_head(model.draft, folder / "head")
 
 
-def draft_tree(drafter, target, features, tokens, cache, config, nodes=0, coupling=None, plan=None):
+def draft_tree(drafter, target, features, tokens, cache, plan, nodes=0, coupling=None):
     """One tree per row [T, F], [T], and the draft's logits by level."""
-    scored, logits = draft(drafter, target, Unread.of(features, tokens, cache), cache, config, coupling, plan)
-    return rerank(scored, config, nodes, plan), logits
+    scored, logits = draft(drafter, target, Unread.of(features, tokens, cache), cache, plan, coupling)
+    return rerank(scored, plan, nodes), logits
 
 
 def prefill(batch):

@@ -11,6 +11,7 @@ from transformers import LogitsProcessor
 
 from ..api import with_options
 from ..drafting.config import TreeConfig
+from ..drafting.sizing import Plan, room_of
 from ..inputs.prompts import encode_prompt
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
@@ -165,7 +166,8 @@ class Engine:
         if self.tree is not None and tree != self.tree and options.speculative and not options.lossless:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
-        if not self._rows.holds(tree):
+        nodes, levels = room_of([Plan(tree)], copying=True)
+        if nodes > self._rows.nodes or levels > self._rows.levels:
             raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {self._rows.nodes}, "
                               f"and depth times top_k at most {self._rows.levels}, got {tree}")
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..drafting.growth import read_prompt
-from ..drafting.sizing import Auto, Drafting, Fixed
+from ..drafting.sizing import Drafting, Plan, room_of
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
 from .memory import free_bytes
@@ -87,7 +88,7 @@ class EngineStats:
 
 class Rows:
     """A batch of requests that changes between cycles. The engine's thread decodes. Others, which submit
-    requests, call only `share`, `require_room`, `holds` and `stats`, and enter requests into `live`.
+    requests, call only `share`, `require_room` and `stats`, and enter requests into `live`.
 
     A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token.
 
@@ -102,16 +103,15 @@ class Rows:
         self, model: EagleModel, tree: TreeConfig | None, *, most: int, positions: int | None, kept: int,
     ) -> None:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        # The most positions that a cycle takes in the target's cache and in the draft's, besides the text.
-        self.nodes = max(config.verified(copying=True) for config in trees)
-        self.levels = max(config.drafted for config in trees)
-        self.model, self.tree, self.most = model, tree, most
+        self.nodes, self.levels = room_of(map(Plan, trees), copying=True)
+        self.model, self.most = model, most
         self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
         self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         self.prefixes = Prefixes(kept, self.positions // 2)
         self.prefilling: Batch | None = None  # of the prompt in progress
-        self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(self._choice), captured=model.captured)
+        self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(partial(model.plan, tree)),
+                                         captured=model.captured)
 
     @property
     def requests(self) -> list[Request]:
@@ -134,26 +134,6 @@ class Rows:
         """Whether its ticket was cancelled or garbage collected."""
         ticket = self.live[request]()
         return ticket is None or ticket.cancelled
-
-    def _choice(self, requests: Sequence[Request]) -> Fixed | Auto:
-        """What a batch of these requests drafts.
-
-        A request's own tree replaces a fixed one only if all requests are lossless, since the text of a fuzzy request
-        depends on the tree. Without a drafter, the choice prices the nodes of a cycle and so limits the copies in it.
-        If temperatures differ, the first row's selects the curves, which only predict acceptance."""
-        requests, count = [request for request in requests if request.params.speculative], len(requests)
-        if not requests:
-            return Fixed()
-        own = [request.params.tree for request in requests if request.params.tree is not None]
-        if own and (self.tree is None or all(request.params.lossless for request in requests)):
-            return Fixed(own[0])
-        if self.tree is not None:
-            return Fixed(self.tree)
-        return self.model.sizing.of(count, requests[0].params.temperature)
-
-    def holds(self, tree: TreeConfig) -> bool:
-        """Whether a request's own tree fits into the caches."""
-        return tree.verified(copying=True) <= self.nodes and tree.drafted <= self.levels
 
     # Capacity ---------------------------------------------------------------------------------------------------
 
@@ -218,9 +198,9 @@ class Rows:
             ticket.begin()
         try:
             self._make_room([*self.requests, request])
-            drafting = Drafting(self._choice([*self.requests, request]))
+            plan = self.batch.drafting.choose([*self.requests, request])
             caches = [model.new_cache(len(request.prompt)) for model in self.batch.models]
-            alone = Batch(self.model.target, self.model.draft, [request], drafting, caches=caches)
+            alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
             self.prefixes.begin(alone, self.batch)
             self.prefilling = alone
         except Exception as error:

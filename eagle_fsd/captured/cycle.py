@@ -206,18 +206,17 @@ class CapturedCycles:
 
     def separate(self, batch: Batch) -> int:
         """How many rows run in a cycle without the others: those that can be captured, moved to the front; or all."""
-        count, drafting = len(batch.requests), batch.drafting
+        count, plan = len(batch.requests), batch.drafting.largest
         rules = [request.current_rule() for request in batch.requests]
-        tree = drafting.choice.tree if drafting.has_drafter else None
-        obstacles = [obstacle(*row, tree is not None) for row in zip(batch.requests, rules, strict=True)]
+        obstacles = [obstacle(*row, plan.drafts) for row in zip(batch.requests, rules, strict=True)]
         for what in filter(None, obstacles):
             log_uncaptured(what)
         front = [number for number, what in enumerate(obstacles) if what is None]
         captured, able = len(front), [batch.requests[number] for number in front]
         if captured == count or captured < MANY * (count - captured):
             return count
-        if not self.captures(able, [rules[number] for number in front], drafting.choice.plan(tree)) or (
-                tree is not None and not all(batch.has_positions(number, tree.depth) for number in front)):
+        if not self.captures(able, [rules[number] for number in front], plan) or (
+                plan.drafts and not all(batch.has_positions(number, plan.tree.depth) for number in front)):
             return count  # the others cannot be captured either
         for number in [number for number in range(captured) if obstacles[number] is not None]:
             try:
@@ -423,8 +422,7 @@ def log_uncaptured(what: str) -> None:
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
     first, params = requests[0].params, [request.params for request in requests]
-    drafting = plan.tree is not None
-    if plan.decided_by_scores or any(obstacle(*row, drafting) for row in zip(requests, rules, strict=True)):
+    if plan.prices is not None or any(obstacle(*row, plan.drafts) for row in zip(requests, rules, strict=True)):
         return None
     if not share_processors(requests) or any(row.greedy != first.greedy for row in params):
         return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
@@ -432,9 +430,9 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
         return log_uncaptured("requests of different fuzzy rules in one batch")
-    if plan.tree is None:  # no rule can choose
+    if not plan.drafts:  # no rule can choose
         own, rule = {EXACT}, EXACT
-    weights = [row.noise_weight(rule) if plan.tree else 0.0 for row, rule in zip(params, rules, strict=True)]
+    weights = [row.noise_weight(rule) if plan.drafts else 0.0 for row, rule in zip(params, rules, strict=True)]
     if any(weights) and not all(weights):
         return None
     key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
@@ -443,8 +441,8 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
                         len(own) > 1 or any(row.within is not None for row in fuzzy), joined=False)
     coupled = any(weights)
     drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
-    copying = plan.tree is not None and any(request.copying for request in requests)
-    return Settings(plan.tree, copying, drafted, walk, weights)
+    copying = plan.drafts and any(request.copying for request in requests)
+    return Settings(plan.tree if plan.drafts else None, copying, drafted, walk, weights)
 
 
 def with_some_threshold(rule: Rule) -> Rule:

@@ -23,6 +23,7 @@ from ..drafting import growth
 from ..drafting.drafter import Drafter
 from ..drafting.growth import Unread, rerank
 from ..drafting.noise import Coupling
+from ..drafting.sizing import Plan
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
@@ -77,11 +78,11 @@ def draft(
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
         coupling = Coupling(
             buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * buffers.rows, named)
-    config = buffers.config
-    scored, logits = growth.draft(drafter, target, fed, cache, config, coupling)
-    store_tree(buffers.tree, rerank(scored, config))
+    plan = Plan(buffers.config)
+    scored, logits = growth.draft(drafter, target, fed, cache, plan, coupling)
+    store_tree(buffers.tree, rerank(scored, plan))
     if buffers.wide:
-        store_tree(buffers.wide_tree, rerank(scored, config, buffers.wide))
+        store_tree(buffers.wide_tree, rerank(scored, plan, buffers.wide))
     if settings.keeps_logits:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
             mine.copy_(level)

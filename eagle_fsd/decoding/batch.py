@@ -137,7 +137,7 @@ class Batch:
         weights = weights_key(target, drafter) if self.requests else None
         for request in self.requests:
             request.begin(target, weights)
-        drafting.begin(self.requests, has_drafter=drafter is not None)
+        drafting.resize(self.requests)
         # Positions of a row for the longest text and the largest cycle; None: the caller makes room.
         self._most: int | None = None
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
@@ -195,8 +195,6 @@ class Batch:
 
     def add(self, other: Batch) -> None:
         """Append the rows of another batch of the same models. The caches must have room for them."""
-        if not self.requests:
-            self.drafting.pause.begin()
         self.requests = [*self.requests, *other.requests]
         for cache, joining in zip(self.caches, other.caches, strict=True):
             for row in range(len(joining.lengths)):

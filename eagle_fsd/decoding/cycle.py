@@ -46,7 +46,7 @@ def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]
         logits = batch.target.logits(features[-1][None, None])  # [1, 1, V]
         verified = VerifiedTrees.of([request], [len(request.prompt) - 1], root, logits)
         ((_, emission),) = _walk(EXACT, verified)
-    if batch.drafting.uses_drafter:
+    if batch.drafting.largest.drafts:
         batch.catch_up(number)
     return [] if emission is None else request.append(emission)
 
@@ -87,7 +87,7 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     requests, drafting = batch.requests, batch.drafting
     rules = [request.current_rule() for request in requests]
     copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
-    plan = drafting.next(copies)
+    plan = drafting.plan(copies)
     if batch.captured is not None and batch.observe is None:
         walked = batch.captured.step(batch, rules, plan, copies)
         if walked is not None:  # else it cannot be captured
@@ -111,7 +111,7 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
 
     emitted = [len(emission.receipts) for emission in emissions]
     drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
-    if plan.uses_drafter and batch.observe is not None:
+    if plan.drafts and batch.observe is not None:
         batch.observe(tree, draft_logits, paths)
     for request in requests:
         request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
@@ -126,7 +126,7 @@ def draft_trees(
 
     Afterwards the drafter has processed all features.
     """
-    requests, depth = batch.requests, plan.tree.depth if plan.uses_drafter else 0
+    requests, depth = batch.requests, plan.tree.depth if plan.drafts else 0
     ended = [number for number in range(len(requests)) if depth and not batch.has_positions(number, depth)]
     if not depth or len(ended) == len(requests):
         tree = root_only(torch.tensor([request.tokens[-1] for request in requests], device=batch.device))
@@ -136,8 +136,8 @@ def draft_trees(
         coupling = couple(requests, rules, batch.cache.lengths, vocabulary, batch.device)
         unread = batch.unread(plan.tree, ended)
         read = batch.draft_cache.lengths
-        scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan.tree, coupling, plan)
-        tree = rerank(scored, plan.tree, MOST_NODES if any(copies) else 0, plan)
+        scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
+        tree = rerank(scored, plan, MOST_NODES if any(copies) else 0)
         batch.features = [[] for _ in requests]
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             batch.draft_cache.lengths = [read[number] if number in ended else length

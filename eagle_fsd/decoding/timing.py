@@ -19,8 +19,7 @@ from ..data.files import cache_directory, save_atomically
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
-from ..drafting.latency import Latency
-from ..drafting.sizing import Auto, Drafting, Fixed
+from ..drafting.sizing import Drafting, Latency, Plan, Prices
 from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
 from ..models.kernels import processor_name
@@ -36,6 +35,7 @@ MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDEST = 6, 14, 4  # levels, and largest top_k, of the measured trees
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
+PLAIN = Plan(TreeConfig(), drafts=False)
 CONTEXT = 256  # tokens before the measured cycles
 SHORT_CONTEXT = 32  # before cycles that only check a stored latency: a longer prefill would delay every start
 ROUNDS = 12
@@ -44,13 +44,11 @@ DISTURBED = 0.6  # if cycles take less than this fraction of the stored latency,
 
 
 def greedy_batch(
-    target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], tree: TreeConfig | Auto | None,
-    max_new_tokens: int,
+    target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], plan: Plan, max_new_tokens: int,
 ) -> Batch:
-    """A batch of greedy, lossless requests with a fixed tree or choice; None: without drafting."""
+    """A batch of greedy, lossless requests with this largest plan."""
     requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
-    choice = tree if isinstance(tree, Auto) else Fixed(tree)
-    return Batch(target, drafter if tree else None, requests, Drafting(choice))
+    return Batch(target, drafter, requests, Drafting(lambda _: plan))
 
 
 class SameCycle:
@@ -68,7 +66,7 @@ class SameCycle:
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(target.vocab_size, (context + room,), generator=random).tolist()
         self.copied = tokens[context:]
-        largest = TreeConfig(max(MEASURED_NODES), LONG, WIDEST)
+        largest = Plan(TreeConfig(max(MEASURED_NODES), LONG, WIDEST), drafts=drafter is not None)
         self.batch = batch = greedy_batch(target, drafter, [tokens[:context]] * rows, largest, room)
         for number in range(rows):
             cycle.prefill(batch, number)
@@ -77,12 +75,10 @@ class SameCycle:
         # The values of the features do not affect the time.
         self.features = [[part[-1:].expand(3, -1) for part in parts[-1:]] for parts in batch.features]
 
-    def of(self, tree: TreeConfig | Auto | None, copies: bool = False) -> Callable[[], object]:
-        """A function that runs a cycle with this tree, of the drafter's nodes or of copies."""
-        batch = self.batch
-        drafting = Drafting(tree if isinstance(tree, Auto) else Fixed(tree))
-        drafting.begin(batch.requests, has_drafter=batch.drafter is not None)
-        source = SameCopies(self.copied[: tree.total_tokens - 1]) if copies else None
+    def of(self, plan: Plan, copies: bool = False) -> Callable[[], object]:
+        """A function that runs a cycle with this largest plan, of the drafter's nodes or of copies."""
+        batch, drafting = self.batch, Drafting(lambda _: plan)
+        source = SameCopies(self.copied[: plan.tree.total_tokens - 1]) if copies else None
 
         def once() -> None:
             batch.drafting = drafting
@@ -138,8 +134,9 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     one, several = SameCycle(target, drafter).of, SameCycle(target, drafter, ROWS).of
     if drafter is None:
         seconds = fastest({
-            "plain": one(None), "plain rows": several(None),
-            **{count: one(TreeConfig(count, count - 1, 1), copies=True) for count in MEASURED_NODES}}, target.device)
+            "plain": one(PLAIN), "plain rows": several(PLAIN),
+            **{count: one(Plan(TreeConfig(count), drafts=False), copies=True) for count in MEASURED_NODES},
+        }, target.device)
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
@@ -147,12 +144,12 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
     wide = max(width for width in widths if width <= WIDEST)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
-        "plain": one(None),
-        "root": one(Auto(TreeConfig(2, 1, 1), cost=lambda nodes, levels: 0.5 if nodes == 1 else 9.0)),
-        **{("nodes", count): one(TreeConfig(count, SHORT, wide)) for count in nodes},
-        **{("short", top_k): one(TreeConfig(SHORT, SHORT, top_k)) for top_k in widths},
-        **{("long", top_k): one(TreeConfig(SHORT, LONG, top_k)) for top_k in widths},
-        "plain rows": several(None), "drafted rows": several(ROW_TREE),
+        "plain": one(PLAIN),
+        "root": one(Plan(TreeConfig(2, 1, 1), prices=Prices(lambda nodes, levels: 0.5 if nodes == 1 else 9.0))),
+        **{("nodes", count): one(Plan(TreeConfig(count, SHORT, wide))) for count in nodes},
+        **{("short", top_k): one(Plan(TreeConfig(SHORT, SHORT, top_k))) for top_k in widths},
+        **{("long", top_k): one(Plan(TreeConfig(SHORT, LONG, top_k))) for top_k in widths},
+        "plain rows": several(PLAIN), "drafted rows": several(Plan(ROW_TREE)),
     }, target.device)
     per_level = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(per_level, max), strict=True))
@@ -172,8 +169,8 @@ def _ascending(sizes: Mapping[int, float], plain: float) -> dict[int, float]:
 def with_rows(shared: Latency, drafted: float, plain: float) -> Latency:
     """Add the latency of further rows, from the seconds of a drafted and a plain cycle of a batch."""
     tree = ROW_TREE
-    plain_row = max(0.0, (plain - shared.plain_cycle(ROWS)) / (ROWS - 1))
-    row = (drafted - float(shared.cycle(tree.nodes, tree.depth, tree.top_k, ROWS))) / (ROWS - 1)
+    plain_row = max(0.0, (plain - shared.cycle(rows=ROWS)) / (ROWS - 1))
+    row = (drafted - shared.cycle(tree.nodes, tree.depth, tree.top_k, ROWS)) / (ROWS - 1)
     return replace(shared, row=max(plain_row, row), plain_row=plain_row)
 
 
@@ -194,12 +191,12 @@ class SameCopies(TextSource):
 def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> float:
     """Time of cycles now as a fraction of a stored latency: the minimum over a plain cycle and the largest tree."""
     nodes, width = max(latency.base), min(WIDEST, max(latency.level))
-    trees = {None: latency.plain}
+    plans = {PLAIN: latency.plain}
     if drafter is not None:
-        trees[TreeConfig(nodes, SHORT, width)] = float(latency.cycle(nodes, SHORT, width))
+        plans[Plan(TreeConfig(nodes, SHORT, width))] = latency.cycle(nodes, SHORT, width)
     shares, cycles = [], SameCycle(target, drafter, before=SHORT_CONTEXT)
-    for tree, stored in trees.items():
-        once = cycles.of(tree)
+    for plan, stored in plans.items():
+        once = cycles.of(plan)
         shares.append(min(seconds_of(once, target.device) for _ in range(3)) / stored)  # the first one is a warm-up
     return min(shares)
 

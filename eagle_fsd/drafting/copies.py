@@ -42,7 +42,6 @@ class TextDrafts:
 
 
 MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more
-NODES = 16  # of a tree of copies alone, without a `TreeConfig` and latencies
 
 
 class TextIndex:

@@ -14,8 +14,9 @@ import json
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,20 +55,11 @@ class Curves:
     reaches: tuple[float, ...]
     worth: tuple[tuple[float, ...], ...]
 
-    def level_worth(self, price: float) -> LevelWorth:
-        """The worth of a level by its reach, at this price of a node."""
+    def level_worth(self, price: float) -> Callable[[float], float]:
+        """The expected tokens of another level, less the price of its nodes, as a function of the reach."""
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
-        return LevelWorth((0.0, *self.reaches), (0.0, *(_linear(price, prices, (*row, 0.0)) for row in self.worth)))
-
-
-class LevelWorth(NamedTuple):
-    """Expected tokens of another level, less the cost of its nodes, by the reach that it starts from."""
-
-    reaches: tuple[float, ...]
-    tokens: tuple[float, ...]
-
-    def __call__(self, reach: float) -> float:
-        return _linear(reach, self.reaches, self.tokens)
+        tokens = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
+        return partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
 
 
 def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -95,28 +87,13 @@ class HeadCurves(NamedTuple):
         return self.greedy if nearly_greedy(temperature) else self.sampled
 
 
-class Segments(NamedTuple):
-    """Log acceptance rates as segments y = slope * x + offset around M knots: M + 1 for first children, then M + 1 for
-    others."""
-
-    knots: Tensor  # [M]
-    first: Tensor  # [K], index of each child's first segment
-    slopes: Tensor  # [2 * (M + 1)]
-    offsets: Tensor  # [2 * (M + 1)]
-
-
-def apply_curves(
-    segments: Segments,
-    log_probs: Tensor,  # [..., K], of each node's children, in descending order
-) -> Tensor:  # [..., K]
-    """Log acceptance probabilities; linear between the knots, constant outside."""
-    at = torch.bucketize(log_probs, segments.knots) + segments.first
-    return torch.addcmul(segments.offsets.take(at), segments.slopes.take(at), log_probs)
-
-
 @functools.lru_cache(maxsize=64)
-def curve_segments(curves: Curves, children: int, device: torch.device) -> Segments:
-    """The segments of these curves for K = `children` children of a node."""
+def log_rates(curves: Curves, children: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A function of the log-probabilities [..., K] of each node's K = `children` children, in descending order: their
+    log acceptance probabilities [..., K], linear between the knots and constant outside.
+
+    Linear parts are y = slope * x + offset, M + 1 of them for first children, then M + 1 for others.
+    """
     knots = torch.tensor(curves.knots, dtype=torch.float64)
     slopes, offsets = [], []
     for values in (curves.first, curves.others):
@@ -124,9 +101,14 @@ def curve_segments(curves: Curves, children: int, device: torch.device) -> Segme
         slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
         slopes.append(slope)
         offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
-    first = torch.tensor([0] + [len(knots) + 1] * (children - 1))
-    tables = (knots.float(), first, torch.cat(slopes).float(), torch.cat(offsets).float())
-    return Segments(*(table.to(device) for table in tables))
+    start = torch.tensor([0] + [len(knots) + 1] * (children - 1)).to(device)  # each child's first part
+    knots, slope, offset = (part.float().to(device) for part in (knots, torch.cat(slopes), torch.cat(offsets)))
+
+    def rates(log_probs: Tensor) -> Tensor:
+        part = torch.bucketize(log_probs, knots) + start
+        return torch.addcmul(offset.take(part), slope.take(part), log_probs)
+
+    return rates
 
 
 def read_curves(head: str | Path) -> HeadCurves | None:

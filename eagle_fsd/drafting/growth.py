@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,14 +23,14 @@ from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import prefill_part
 from ..models.target import TargetModel
 from .config import TreeConfig
-from .curves import apply_curves, curve_segments
+from .curves import log_rates
 from .drafter import Drafter
 from .largest import largest
 from .noise import Coupling
 from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only
 
-IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and the results of `apply_curves` are
+IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and the results of `log_rates` are
 
 
 class Unread(NamedTuple):
@@ -94,45 +93,25 @@ class Scored(NamedTuple):
 
 
 def draft(
-    drafter: Drafter, target: TargetModel, unread: Unread, cache: TreeCache | BucketCache, config: TreeConfig,
-    coupling: Coupling | None = None, plan: Plan | None = None,
+    drafter: Drafter, target: TargetModel, unread: Unread, cache: TreeCache | BucketCache, plan: Plan,
+    coupling: Coupling | None = None,
 ) -> tuple[Scored, list[Tensor]]:
     """The drafter processes the accepted tokens, and scores the nodes of one tree per row.
 
     Args:
         cache: of the drafter; afterwards it contains the accepted tokens only.
+        plan: if it has curves, levels end where they do not pay, which waits for the device at each.
         coupling: lets rows that sample draft the target's likely draws; None: the most probable tokens in every row.
-        plan: limits levels to those that pay, and waits for the device at each; None: there are as many as `config`
-            allows.
 
     Returns:
         The nodes, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
         for each expanded depth.
     """
-    root, state = read(drafter, unread, cache)
-    lengths = torch.as_tensor(unread.ends, device=root.device)
-    scored, logits = grow(drafter, target, state, root, lengths, cache, config, coupling, plan)
-    cache.lengths = unread.ends
-    return scored, logits
-
-
-def grow(
-    drafter: Drafter,
-    target: TargetModel,
-    predicted: Tensor,  # [B, 1, D], state at the root
-    root: Tensor,  # [B] long
-    lengths: Tensor,  # [B] long, positions in the drafter's cache, the root's included
-    cache: TreeCache | BucketCache,  # each expanded level is appended
-    config: TreeConfig,
-    coupling: Coupling | None,
-    plan: Plan | None = None,
-) -> tuple[Scored, list[Tensor]]:
-    """Score all levels. Does not wait for the device, unless the plan limits levels."""
-    k, depth, named = config.top_k, config.depth, drafter.draft_tokens  # [R]
-    batch, device = len(root), root.device
-    curves = None if plan is None else plan.curves
-    limited = curves is not None
-    estimate = partial(apply_curves, curve_segments(curves, k, device)) if limited else None
+    root, predicted = read(drafter, unread, cache)  # [B], [B, 1, D]
+    config, named, batch, device = plan.tree, drafter.draft_tokens, len(root), root.device
+    k, depth, limited = config.top_k, config.depth, plan.curves is not None
+    lengths = torch.as_tensor(unread.ends, device=device)
+    estimate = log_rates(plan.curves, k, device) if limited else None
 
     # Level 1: the root's K best children are all scored and all expanded.
     logits = drafter.own_logits(predicted, target.logits)  # [B, 1, R]
@@ -167,6 +146,7 @@ def grow(
             frontier_tokens = child_tokens.gather(1, best)
             frontier_states = predicted.gather(1, parents[..., None].expand_as(predicted))
             ancestors = torch.cat([ancestors.gather(1, parents[..., None].expand_as(ancestors)), itself], -1)
+    cache.lengths = unread.ends
     return Scored(*(torch.cat(columns, 1) for columns in (levels, scores, expanded)), len(levels) - 1), draft_logits
 
 
@@ -185,25 +165,20 @@ def _best_children(
     return scores, tokens if named is None else named[tokens]
 
 
-def rerank(
-    scored: Scored,
-    config: TreeConfig,
-    nodes: int = 0,
-    plan: Plan | None = None,
-) -> DraftTree:
-    """The N best scored nodes as a tree. N is `config.total_tokens`, or `nodes` if that is larger (for a caller that
-    selects from them), or the plan's.
+def rerank(scored: Scored, plan: Plan, nodes: int = 0) -> DraftTree:
+    """The N best scored nodes as a tree. N is the plan's, or for a caller that selects from them, `nodes` or
+    `total_tokens`, whichever is larger.
 
     A cumulative log-probability never increases along a path, so the best nodes are connected. If it rounds to the
     parent's, the stable sort keeps the parent first. NaN scores of a broken head sort last; the root stays first.
     """
     tokens, scores, expanded, depth = scored
-    k, batch = config.top_k, len(tokens)
+    k, batch = plan.tree.top_k, len(tokens)
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
     comparable[:, 0] = math.inf  # rounding can raise other scores above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
-    count = min(max(config.total_tokens, nodes), scores.shape[1])
-    if plan is not None and plan.decided_by_scores and not nodes:
+    count = min(max(plan.tree.total_tokens, nodes), scores.shape[1])
+    if plan.prices is not None and not nodes:
         sorted_scores[:, 0] = 0.0
         count = plan.nodes(sorted_scores[:, :count].tolist())
         if count == 1:

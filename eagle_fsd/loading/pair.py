@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..captured.cycle import CapturedCycles
 from ..data.files import cache_directory, save_atomically
-from ..decoding.request import RequestParams
+from ..decoding.request import Request
 from ..decoding.timing import known_latency
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.language_model import DraftModel
-from ..drafting.sizing import Drafting, Fixed, Pause, Sizing
+from ..drafting.sizing import Drafting, Pause, Plan, Sizing
 from ..heads.eagle import DraftHead
 from ..models.causal_lm import read_structure
 from ..models.check import remember_check
@@ -82,7 +82,7 @@ class EagleModel:
         name = self.names[1] or ("a causal LM" if isinstance(draft, DraftModel) else "a head")
         return target, f"{name} ({draft.kind}, {described_size(weights_of(draft))})"
 
-    @functools.cached_property
+    @cached_property
     def stock(self) -> PreTrainedModel:
         """The target as transformers loads it, as a baseline. If the weights are packed, this loads a second model, in
         the dtype passed to `load` or else that of the checkpoint.
@@ -198,16 +198,33 @@ class EagleModel:
         else:
             self.sizing = Sizing(latency, known_curves(stored, self.target, self.draft), self.draft.draft_vocab_size)
 
-    def drafting(self, params: RequestParams) -> Drafting:
-        """The drafting policy of requests with these parameters: their own tree, else sizes chosen for speed, else the
-        model's default tree."""
-        if not params.speculative:
-            return Drafting(Fixed())
-        if params.tree is None and self.sizing is not None:
-            # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-            pause = self.pauses[nearly_greedy(params.temperature)] if params.lossless else None
-            return Drafting(lambda requests: self.sizing.of(len(requests), params.temperature), pause)
-        return Drafting(Fixed(params.tree or self.check_tree(self.default_tree)))  # the former was checked already
+    def plan(self, tree: TreeConfig | None, requests: Sequence[Request]) -> Plan:
+        """The largest cycle of a batch of these requests.
+
+        A request's own tree replaces the given one only if all requests are lossless, since the text of a fuzzy request
+        depends on the tree. If temperatures differ, the first row's selects the curves, which only predict acceptance.
+
+        Args:
+            tree: of all requests; None: `sizing` chooses it.
+        """
+        drafted = [request.params for request in requests if request.params.speculative]
+        if not drafted:
+            return Plan(self.default_tree, drafts=False)
+        own = [params.tree for params in drafted if params.tree is not None]
+        if own and (tree is None or all(params.lossless for params in drafted)):
+            tree = own[0]
+        if tree is None:
+            return self.sizing.of(len(requests), drafted[0].temperature)
+        return Plan(self.check_tree(tree), drafts=self.draft is not None)
+
+    def drafting(self, requests: Sequence[Request]) -> Drafting:
+        """The drafting policy of requests that share tree, rule and temperature: their own tree, else sizes chosen for
+        speed, else the model's default tree."""
+        params = requests[0].params
+        tree = params.tree or (None if self.sizing is not None else self.default_tree)
+        # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
+        shared = tree is None and params.speculative and params.lossless
+        return Drafting(partial(self.plan, tree), self.pauses[nearly_greedy(params.temperature)] if shared else None)
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.
