@@ -305,7 +305,7 @@ class Rows:
             self.end(request)
 
     def release(self) -> None:
-        """Free the caches after the last cycle: a reference cycle of batch and rows would keep them for a while."""
+        """Free the caches after the last cycle: the engine, which its user may keep, refers to the rows."""
         self.prefixes.parked.clear()
         self.batch = self.prefilling = None
 

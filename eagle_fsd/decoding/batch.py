@@ -22,7 +22,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
 from ..drafting.growth import Unread, read_prompt
-from ..drafting.sizing import Drafting, Plan
+from ..drafting.sizing import Drafting, Plan, room_of
 from ..drafting.tree import DraftTree
 from ..models.cache import TreeCache
 from ..models.causal_lm import prefill_part
@@ -147,7 +147,8 @@ class Batch:
     def _new_caches(self, parked: Row | None) -> list[TreeCache]:
         """Caches with room for the prompts and the next tokens, or for the whole texts if cycles are captured."""
         copying = any(request.copying for request in self.requests)
-        self._nodes, self._levels = self.drafting.room(self.requests, copying)
+        plans = [self.drafting.choose(self.requests[number:]) for number in range(len(self.requests))]  # as rows leave
+        self._nodes, self._levels = room_of(plans, copying)
         self._most = room = max((request.positions for request in self.requests), default=0) + self._nodes
         captured = self.captured is not None and self.captured.support(self.target, self.drafter)
         if not captured:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import transformers
@@ -32,7 +33,6 @@ from .request import Request, RequestParams
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-TOP_K = (1, 2, 3, 4)
 SHORT, LONG, WIDEST = 6, 14, 4  # levels, and largest top_k, of the measured trees
 ROWS, ROW_TREE = 4, TreeConfig(4, 2, 1)  # of the measured batch
 PLAIN = Plan(TreeConfig(), drafts=False)
@@ -112,16 +112,12 @@ def fastest(parts: Mapping[Hashable, Callable[[], object]], device: torch.device
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that the work takes, until the device has finished it."""
-    started = now(device)
+    finish = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    finish()
+    started = time.perf_counter()
     work()
-    return now(device) - started
-
-
-def now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    finish()
+    return time.perf_counter() - started
 
 
 @torch.inference_mode()
@@ -140,8 +136,8 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
-    widths = [top_k for top_k in TOP_K if top_k <= drafter.draft_vocab_size]
-    wide = max(width for width in widths if width <= WIDEST)
+    wide = min(WIDEST, drafter.draft_vocab_size)
+    widths = range(1, wide + 1)
     nodes = [count for count in MEASURED_NODES if count <= TreeConfig(count, SHORT, wide).nodes]
     seconds = fastest({
         "plain": one(PLAIN),

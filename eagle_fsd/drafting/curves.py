@@ -16,7 +16,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ class Curves:
         """The expected tokens of another level, less the price of its nodes, as a function of the reach."""
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
         tokens = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
-        return partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
+        return functools.partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
 
 
 def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -36,15 +36,13 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles in a running mean
 
 
-# Times and prices ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Latency:
     """Seconds of a decode cycle, interpolated linearly between measurements.
 
     Args:
-        base: of a cycle that drafts one level, by nodes verified. level: of each further level, by top_k.
+        base: of a cycle that drafts one level, by nodes verified. level: of each further level, by its nodes. Both are
+            summed over rows.
         plain: of a cycle without drafting.
         row, plain_row: of each further row of a batch, beyond the time of its nodes: rows do not share keys and values.
     """
@@ -75,11 +73,7 @@ class Latency:
         verified = between(self.base, nodes * rows)
         if levels == 0:
             return self.plain + (verified - between(self.base, 1)) + (rows - 1) * self.plain_row
-        return verified + (levels - 1) * self.level_of(top_k * rows) + (rows - 1) * self.row
-
-    def level_of(self, nodes: int) -> float:
-        """Seconds of a further level with this many nodes, summed over rows."""
-        return between(self.level, nodes)
+        return verified + (levels - 1) * between(self.level, top_k * rows) + (rows - 1) * self.row
 
     def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
         """The time of a cycle, in cycles without drafting."""
@@ -137,9 +131,6 @@ class Prices:
             best = max(best, (gain - pace * self.of_levels(count), gain, count))
             reach = following(reach)
         return best[1:]
-
-
-# Plans --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -231,9 +222,10 @@ class Sizing:
     def top_k(self, rows: int = 1) -> int:
         """The number of nodes of the widest level that costs hardly more than a level of one, or whose additional cost
         is lost in the noise of measurements."""
-        one, plain = self.latency.level_of(rows), self.latency.cycle(rows=rows)
-        most = one + max(WIDER[0] * one, WIDER[1] * plain)
-        return max(width for width in range(1, self.largest.top_k + 1) if self.latency.level_of(width * rows) <= most)
+        widths = range(1, self.largest.top_k + 1)
+        seconds = [between(self.latency.level, width * rows) for width in widths]
+        most = seconds[0] + max(WIDER[0] * seconds[0], WIDER[1] * self.latency.cycle(rows=rows))
+        return max(width for width, level in zip(widths, seconds, strict=True) if level <= most)
 
     def of(self, rows: int = 1, temperature: float = 0.0) -> Plan:
         """The largest cycle of this many rows. It drafts nothing if on average no tree pays even at the rate of plain
@@ -246,9 +238,6 @@ class Sizing:
             drafts = curves is not None and prices.outlook()[1] > 0
             self._plans[key] = Plan(replace(self.largest, top_k=top_k), drafts, prices)
         return self._plans[key]
-
-
-# The policy of a batch ----------------------------------------------------------------------------------------------
 
 
 class Pause:
@@ -301,10 +290,6 @@ class Drafting:
         if not self.rows:
             self.pause.begin()
         self.rows, self.largest = len(requests), self.choose(requests)
-
-    def room(self, requests: Sequence, copying: bool) -> tuple[int, int]:
-        """`room_of` cycles of these requests, or of the first ones of them."""
-        return room_of((self.choose(requests[:count]) for count in range(1, len(requests) + 1)), copying)
 
     @property
     def pace(self) -> float:

@@ -193,19 +193,17 @@ class EagleModel:
                 default curves apply.
         """
         latency = known_latency(self.target, self.draft)
-        if self.draft is None:
-            self.sizing = Sizing(latency, None)
-        else:
-            self.sizing = Sizing(latency, known_curves(stored, self.target, self.draft), self.draft.draft_vocab_size)
+        curves = None if self.draft is None else known_curves(stored, self.target, self.draft)
+        self.sizing = Sizing(latency, curves, self._draft_vocabulary)
 
     def plan(self, tree: TreeConfig | None, requests: Sequence[Request]) -> Plan:
         """The largest cycle of a batch of these requests.
 
-        A request's own tree replaces the given one only if all requests are lossless, since the text of a fuzzy request
-        depends on the tree. If temperatures differ, the first row's selects the curves, which only predict acceptance.
+        If temperatures differ, the first row's selects the curves, which only predict acceptance.
 
         Args:
-            tree: of all requests; None: `sizing` chooses it.
+            tree: a request's own replaces it only if all requests are lossless, since the text of a fuzzy request
+                depends on the tree. None: a request's own, else `sizing` chooses, else `default_tree`.
         """
         drafted = [request.params for request in requests if request.params.speculative]
         if not drafted:
@@ -213,18 +211,17 @@ class EagleModel:
         own = [params.tree for params in drafted if params.tree is not None]
         if own and (tree is None or all(params.lossless for params in drafted)):
             tree = own[0]
-        if tree is None:
+        if tree is None and self.sizing is not None:
             return self.sizing.of(len(requests), drafted[0].temperature)
-        return Plan(self.check_tree(tree), drafts=self.draft is not None)
+        return Plan(self.check_tree(tree or self.default_tree), drafts=self.draft is not None)
 
     def drafting(self, requests: Sequence[Request]) -> Drafting:
-        """The drafting policy of requests that share tree, rule and temperature: their own tree, else sizes chosen for
-        speed, else the model's default tree."""
-        params = requests[0].params
-        tree = params.tree or (None if self.sizing is not None else self.default_tree)
+        """The drafting policy of requests that share tree, rule, temperature and `speculative`."""
+        params, pause = requests[0].params, None
         # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-        shared = tree is None and params.speculative and params.lossless
-        return Drafting(partial(self.plan, tree), self.pauses[nearly_greedy(params.temperature)] if shared else None)
+        if params.tree is None and self.sizing is not None and params.speculative and params.lossless:
+            pause = self.pauses[nearly_greedy(params.temperature)]
+        return Drafting(partial(self.plan, None), pause)
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.
@@ -232,9 +229,9 @@ class EagleModel:
         Raises:
             ValueError: it has more children per node than the draft has tokens.
         """
-        vocabulary = self.target.vocab_size if self.draft is None else self.draft.draft_vocab_size
-        if tree.top_k > vocabulary:
-            raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the draft's vocabulary ({vocabulary} tokens)")
+        if tree.top_k > self._draft_vocabulary:
+            raise ValueError(f"TreeConfig.top_k {tree.top_k} exceeds the draft's vocabulary "
+                             f"({self._draft_vocabulary} tokens)")
         if tree.total_tokens > tree.nodes:
             self.warn_once("TreeConfig.total_tokens lowered from %d to %d: depth %d with top_k %d scores no more nodes",
                            tree.total_tokens, tree.nodes, tree.depth, tree.top_k)
@@ -264,7 +261,11 @@ class EagleModel:
         if self.tree is not None:
             return self.tree
         tree = CPU_TREE if self.target.output_device.type == "cpu" else GPU_TREE
-        return tree if self.draft is None else replace(tree, top_k=min(tree.top_k, self.draft.draft_vocab_size))
+        return replace(tree, top_k=min(tree.top_k, self._draft_vocabulary))
+
+    @property
+    def _draft_vocabulary(self) -> int:
+        return self.target.vocab_size if self.draft is None else self.draft.draft_vocab_size
 
 
 def check_once(target: PreTrainedModel, *, fused: bool) -> None:
