@@ -138,8 +138,7 @@ class Batch:
         for request in self.requests:
             request.begin(target, weights)
         drafting.resize(self.requests)
-        # Positions of a row for the longest text and the largest cycle; None: the caller makes room.
-        self._most: int | None = None
+        self._longest: int | None = None  # text, once all have ended; None: the caller makes room
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
         self.features: list[list[Tensor]] = [[] for _ in self.requests]
         self.caches = self._new_caches(parked) if caches is None else caches
@@ -149,10 +148,11 @@ class Batch:
         copying = any(request.copying for request in self.requests)
         plans = [self.drafting.choose(self.requests[number:]) for number in range(len(self.requests))]  # as rows leave
         self._nodes, self._levels = room_of(plans, copying)
-        self._most = room = max((request.positions for request in self.requests), default=0) + self._nodes
+        self._longest = length = max((request.positions for request in self.requests), default=0)
         captured = self.captured is not None and self.captured.support(self.target, self.drafter)
         if not captured:
-            room = min(room, max((len(request.prompt) for request in self.requests), default=0) + STEP + self._nodes)
+            length = min(length, max((len(request.prompt) for request in self.requests), default=0) + STEP)
+        rooms = self._rooms(length)
         if parked is not None:
             if (parked.target, parked.drafter) != (self.target, self.drafter):
                 raise ValueError("the session belongs to another model: use one Session per model")
@@ -160,8 +160,7 @@ class Batch:
                 kept, self.features[0] = parked.shared(self.requests[0])
                 for cache in parked.caches:
                     cache.truncate(kept)
-                return enlarged(parked.caches, room, self._levels)
-        rooms = [room] if self.drafter is None else [room, room + self._levels]
+                return [cache.with_room(size) for cache, size in zip(parked.caches, rooms, strict=True)]
         if captured and self.requests:
             return self.captured.caches(rooms, len(self.requests))
         return [model.new_cache(size, len(self.requests)) for model, size in zip(self.models, rooms, strict=True)]
@@ -245,9 +244,13 @@ class Batch:
 
     def make_room(self) -> None:
         """Enlarge the caches for another cycle, unless the caller does."""
-        if self._most is not None:
-            longest = max(len(request.tokens) for request in self.requests)
-            self.caches = enlarged(self.caches, longest + self._nodes, self._levels, self._most)
+        if self._longest is not None:
+            rooms = self._rooms(max(len(request.tokens) for request in self.requests)), self._rooms(self._longest)
+            self.caches = [cache.with_room(*sizes) for cache, *sizes in zip(self.caches, *rooms, strict=True)]
+
+    def _rooms(self, length: int) -> list[int]:
+        """The positions in each cache that a text of this length and the largest cycle take."""
+        return [length + self._nodes, length + self._nodes + self._levels][: len(self.models)]
 
     def resize(self, rows: int, rooms: Sequence[int]) -> None:
         """Change the number of rows, and the positions of each row in each cache."""
@@ -344,12 +347,6 @@ class Batch:
                 expanded = takewhile(lambda row: row >= 0, [rows[node] for node in path[1:]])
                 kept.append([level * width + row for level, row in enumerate(expanded)])
             self.draft_cache.commit(self.draft_cache.lengths, kept)
-
-
-def enlarged(caches: Sequence[TreeCache], room: int, levels: int, most: float = float("inf")) -> list[TreeCache]:
-    """The caches, or larger ones if a row has less than `room` positions in them, up to `most`. In the drafter's cache
-    it needs `levels` more."""
-    return [cache.with_room(room + more, most + more) for cache, more in zip(caches, (0, levels), strict=False)]
 
 
 @functools.cache
