@@ -74,7 +74,7 @@ def test_one_seed_for_a_batch():
     assert drawn[0].seed != drawn[1].seed
 
 
-# Requests that ask for different things: `generate` gives one set of options to all, `Decoder` need not.
+# Requests that ask for different things: `generate` gives one set of options to all, `Batch` need not.
 
 RULES = [
     {"acceptance": "exact"}, {"threshold": 0.3}, {"threshold": 0.6}, {"threshold": 0.6, "divergence": "tv"},
