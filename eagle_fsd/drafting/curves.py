@@ -101,11 +101,11 @@ def log_rates(curves: Curves, children: int, device: torch.device) -> Callable[[
         slopes.append(slope)
         offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
     start = torch.tensor([0] + [len(knots) + 1] * (children - 1)).to(device)  # each child's first part
-    knots, slope, offset = (part.float().to(device) for part in (knots, torch.cat(slopes), torch.cat(offsets)))
+    knots, slope_of, offset_of = (part.float().to(device) for part in (knots, torch.cat(slopes), torch.cat(offsets)))
 
     def rates(log_probs: Tensor) -> Tensor:
         part = torch.bucketize(log_probs, knots) + start
-        return torch.addcmul(offset.take(part), slope.take(part), log_probs)
+        return torch.addcmul(offset_of.take(part), slope_of.take(part), log_probs)
 
     return rates
 
