@@ -52,7 +52,7 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
     import torch
 
     import eagle_fsd
-    from eagle_fsd.loading.pair import parameter_count, weights_of
+    from eagle_fsd.loading.pair import parameter_count
     from eagle_fsd.measure.methods import pair_text
 
     eagle_fsd.generate([3, 1, 4, 1, 5], build_pair("tiny", torch.float32, torch.device("cpu")), max_new_tokens=4)
@@ -62,7 +62,7 @@ def measure(pair: Loading) -> tuple[str, dict[str, float]]:
     resident, peak = status("VmRSS") - before, status("VmHWM") - before
     copied = getattr(model.draft, "output_rows", None)
     weights = parameter_count(model.target.model)
-    weights += 0 if model.draft is None else parameter_count(weights_of(model.draft))
+    weights += 0 if model.draft is None else parameter_count(model.draft.module)
     weights += 0 if copied is None else model.draft.draft_vocab_size * model.target.hidden_size
     return pair_text(model), {
         "weights": weights * model.target.dtype.itemsize / MB, "resident": resident / MB, "peak": peak / MB}

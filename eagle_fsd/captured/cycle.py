@@ -27,12 +27,10 @@ from ..decoding.processing import CAPTURABLE, share_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
-from ..drafting.drafter import weights_key
+from ..drafting.drafter import Drafter, weights_key
 from ..drafting.join import join_drafts
-from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
-from ..heads.eagle import DraftHead
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download, first_nodes
@@ -78,7 +76,7 @@ class Home:
     def __init__(self, batch: Batch) -> None:
         self.target, self.drafter = target, drafter = batch.target, batch.drafter
         self.owners = list(map(weakref.ref, batch.caches))
-        self.storages = storages_of(target, drafter, batch.caches)
+        self.storages = storages_of(batch.models, batch.caches)
         for cache, storage in zip(batch.caches, self.storages, strict=True):
             if cache.batch == 1:  # a masked slot is read too: it must be finite
                 storage[..., cache.length :, :].zero_()
@@ -129,7 +127,7 @@ class CapturedCycles:
     Threads may share it, as caches, and with them buffers and programs, belong to one decoder at a time.
     """
 
-    def __init__(self, target: TargetModel, drafter: DraftHead | DraftModel | None) -> None:
+    def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
         self._homes: list[Home] = []  # the most recently used last
         self._lock = threading.Lock()
@@ -140,12 +138,11 @@ class CapturedCycles:
         return next((home.pool.failed for home in self._homes if home.pool.failed is not None), None)
 
     @staticmethod
-    def support(target: TargetModel, drafter: DraftHead | DraftModel | None) -> bool:
+    def support(target: TargetModel, drafter: Drafter | None) -> bool:
         """Whether forwards of both models can be captured: computed fused, on one device."""
-        devices = {target.device, target.output_device}
-        if isinstance(drafter, DraftModel):  # a head is on the target's device
-            devices |= {drafter.device, drafter.output_device}
-        return len(devices) == 1 and target.fused is not None and (drafter is None or drafter.fused is not None)
+        models = [target] if drafter is None else [target, drafter]
+        devices = set().union(*(model.devices for model in models))
+        return len(devices) == 1 and all(model.fused is not None for model in models)
 
     # Caches -------------------------------------------------------------------------------------------------------
 
@@ -165,7 +162,7 @@ class CapturedCycles:
             caches = [model.new_cache(storage.shape[-2], storage.shape[2], storage)
                       for model, storage in zip(models, home.storages, strict=True)]
             home.owners = list(map(weakref.ref, caches))
-            storages_of(*models, *[None] * (2 - len(models)), caches)  # takes the spare ones
+            storages_of(models, caches)  # takes the spare ones
             for cache in caches:
                 cache.keep_rows(range(rows))
             return caches
@@ -451,14 +448,12 @@ def with_some_threshold(rule: Rule) -> Rule:
 
 
 def storages_of(
-    target: TargetModel, drafter: DraftHead | DraftModel | None, caches: Sequence[TreeCache]
+    models: Sequence[TargetModel | Drafter], caches: Sequence[TreeCache]
 ) -> list[Tensor]:  # [layers, 2, B, H, C, D]
-    """The storage of the target's and of the drafter's cache."""
-    models = [(target, target.fused.layers[0])]
-    if drafter is not None:
-        models.append((drafter, drafter.fused[0] if isinstance(drafter, DraftHead) else drafter.fused.layers[0]))
-    return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=model.dtype, device=model.device))
-            for cache, (model, layer) in zip(caches, models, strict=True)]
+    """The storage of each model's cache."""
+    layers = [(model.first_layer, model.dtype, next(iter(model.devices))) for model in models]
+    return [cache.storage(layer.key_heads, layer.size, torch.empty(0, dtype=dtype, device=device))
+            for cache, (layer, dtype, device) in zip(caches, layers, strict=True)]
 
 
 def capacity_of(room: int) -> int:

@@ -21,7 +21,6 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting, Latency, Plan, Prices
-from ..models.causal_lm import CausalLM
 from ..models.digest import config_digest
 from ..models.kernels import processor_name
 from ..models.linear import packed_form, packed_kernels
@@ -236,12 +235,9 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
              "weights": packed_form(target.model) or "plain", "computed_by": target.computed_by,
              "kernels": packed_kernels(target.model), "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
-        own = drafter.model.config if isinstance(drafter, CausalLM) else drafter.config
-        facts |= {"head_config": config_digest(own), "head_dtype": str(drafter.dtype),
-                  "head_device": drafter.device.type,
-                  "head_kernels": packed_kernels(drafter.model if isinstance(drafter, CausalLM) else drafter)}
-    if isinstance(drafter, CausalLM):
-        facts |= {"head_weights": packed_form(drafter.model) or "plain", "head_computed_by": drafter.computed_by}
+        facts |= {"head_config": config_digest(drafter.module.config), "head_dtype": str(drafter.dtype),
+                  "head_device": sorted(map(str, drafter.devices)), "head_kernels": packed_kernels(drafter.module),
+                  "head_weights": packed_form(drafter.module) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {
         "device": device.type, "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
         "threads": None if on_gpu else torch.get_num_threads(),

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..models.cache import BucketCache, TreeCache
+from ..models.fused import FusedLayer
 from ..models.target import TargetModel
 
 
@@ -23,8 +26,16 @@ class Drafter(Protocol):
     drafter with `reads_features` reads the target's feature of position i and token i + 1; any other reads token i.
     """
 
+    noun: str  # "a head", for records
+    kind: str
     reads_features: bool
     max_positions: int | None  # a longer text, its tree included, gets no drafts of it; None: no limit
+    dtype: torch.dtype
+    devices: set[torch.device]
+    module: nn.Module  # with its weights and its `config`
+    fused: object | None  # what computes it in a decode cycle; None: stock modules
+    first_layer: FusedLayer  # of `fused`
+    computed_by: str  # the implementation of its forwards, for records
 
     @property
     def draft_vocab_size(self) -> int:
@@ -33,6 +44,22 @@ class Drafter(Protocol):
     @property
     def draft_tokens(self) -> Tensor | None:
         """[R] long, ascending: the target's ids of the tokens that it can name; None: 0 to R - 1."""
+
+    def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Draft for this target. Raise ValueError if that is impossible.
+
+        Args:
+            tokenizer: the target's; None: unknown.
+        """
+
+    def separate(self, target: TargetModel) -> Drafter:
+        """A drafter with the same weights, to be fitted to another target than this one."""
+
+    def refresh_for(self, target: TargetModel) -> None:
+        """Follow changes of its modules, forwards or hooks. Raise ValueError if it does not fit the target any more."""
+
+    def pack_for(self, target: TargetModel, form: str | None) -> None:
+        """Replace linear layers on a CPU by packed ones, see `models.linear`, after those of the target."""
 
     def digest(self) -> str:
         """An identifier, independent of its dtype."""

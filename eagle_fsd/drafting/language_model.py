@@ -36,7 +36,7 @@ class DraftModel(CausalLM):
         ValueError: see `CausalLM`; a draft model has to compute trees, too.
     """
 
-    kind, reads_features, draft_tokens = "causal LM", False, None
+    noun, kind, reads_features, draft_tokens = "a causal LM", "causal LM", False, None
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
@@ -58,6 +58,16 @@ class DraftModel(CausalLM):
         """
         check_tokens(self, target, tokenizer)
         self.draft_vocab_size = min(self.vocab_size, target.vocab_size)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        return self.model
+
+    def refresh_for(self, target: TargetModel) -> None:
+        self.refresh()
+
+    def pack_for(self, target: TargetModel, form: str | None) -> None:
+        self.pack(form)
 
     def separate(self, target: TargetModel) -> DraftModel:
         """An adapter of the same model, to be fitted to another target than this one."""

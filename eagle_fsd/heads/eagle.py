@@ -53,7 +53,7 @@ class DraftHead(nn.Module):
         ValueError: the config has more than one layer.
     """
 
-    kind, reads_features, max_positions = "EAGLE-1/2", True, None
+    noun, kind, reads_features, max_positions = "a head", "EAGLE-1/2", True, None
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
@@ -141,6 +141,26 @@ class DraftHead(nn.Module):
         """
         self._modules.pop("embed_tokens", None)
         self.__dict__["embed_tokens"] = embed_tokens  # not by setattr, which would register the module
+
+    @property
+    def module(self) -> DraftHead:
+        return self
+
+    @property
+    def first_layer(self) -> FusedLayer:
+        return self.fused[0]
+
+    @property
+    def computed_by(self) -> str:
+        return "stock modules" if self.fused is None else "fused"
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {self.device}
+
+    def refresh_for(self, target: TargetModel) -> None:
+        self.refresh()
+        self.check_sizes(target)
 
     @property
     def shares_embeddings(self) -> bool:
@@ -279,12 +299,7 @@ class DraftHead(nn.Module):
         layer(hidden, normed, rotation, attend, new_states[0], *cached[0])
         return hidden.to(dtype)
 
-    def pack(self, form: str | None, lm_head: nn.Module) -> None:
-        """Replace linear layers on a CPU by packed ones, see `models.linear`.
-
-        Args:
-            lm_head: the target's output layer, packed by now.
-        """
+    def pack_for(self, target: TargetModel, form: str | None) -> None:
         self.original_digest = weights_digest(self)
         files = MappedFiles()
         Joined((self, "fc")).pack(None, files)  # never int8: its row also has small embeddings
@@ -292,7 +307,7 @@ class DraftHead(nn.Module):
             joined.pack(form, files)
         pack_linears(self, form, files)
         if isinstance(self.output_rows, OutputRows):
-            self.output_rows.pack(form, lm_head, files)
+            self.output_rows.pack(form, target.lm_head, files)
 
     def own_logits(
         self,

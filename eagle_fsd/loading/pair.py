@@ -79,8 +79,8 @@ class EagleModel:
         target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
         if draft is None:
             return target, None
-        name = self.names[1] or ("a causal LM" if isinstance(draft, DraftModel) else "a head")
-        return target, f"{name} ({draft.kind}, {described_size(weights_of(draft))})"
+        name = self.names[1] or draft.noun
+        return target, f"{name} ({draft.kind}, {described_size(draft.module)})"
 
     @cached_property
     def stock(self) -> PreTrainedModel:
@@ -160,9 +160,7 @@ class EagleModel:
         """
         self.target.refresh()
         if self.draft is not None:
-            self.draft.refresh()
-        if isinstance(self.draft, DraftHead):
-            self.draft.check_sizes(self.target)
+            self.draft.refresh_for(self.target)
 
     def prepack(self, quantization: str | None = None, draft_quantization: str | None = None) -> None:
         """Replace weights on a CPU by weights in the layout of its kernels. `load` does this by default.
@@ -179,10 +177,8 @@ class EagleModel:
         check_quantization(quantization)
         check_quantization(draft_quantization)
         self.target.pack(quantization)
-        if isinstance(self.draft, DraftModel):
-            self.draft.pack(draft_quantization or quantization)
-        elif self.draft is not None:
-            self.draft.pack(quantization, self.target.lm_head)
+        if self.draft is not None:
+            self.draft.pack_for(self.target, draft_quantization or quantization)
         trim()
 
     def size_cycles(self, stored: HeadCurves | None = None) -> None:
@@ -288,11 +284,6 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
         path = cache_directory() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason}), encoding="utf-8"))
-
-
-def weights_of(drafter: DraftHead | DraftModel) -> torch.nn.Module:
-    """The module with a drafter's weights."""
-    return drafter.model if isinstance(drafter, DraftModel) else drafter
 
 
 def parameter_count(module: torch.nn.Module) -> int:

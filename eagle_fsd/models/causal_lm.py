@@ -19,7 +19,7 @@ from .attention import turn_off_cudnn
 from .cache import BucketCache, TreeCache, cache_name
 from .check import TreeCheck, check_config, remember_check, remembered_checks
 from .digest import weights_digest
-from .fused import FusedDecoder, Unsupported, version_of
+from .fused import FusedDecoder, FusedLayer, Unsupported, version_of
 from .hooks import recorded_inputs, structure_of
 from .linear import device_of, dtype_of, is_int8, pack_linears
 from .masks import MaskedLayers, causal_ancestors
@@ -294,6 +294,15 @@ class CausalLM:
     def output_device(self) -> torch.device:
         """The device of features, logits and the draft head; with a `device_map` often not `device`."""
         return device_of(self.lm_head)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {self.device, self.output_device}
+
+    @property
+    def first_layer(self) -> FusedLayer:
+        """Of the fused decoder."""
+        return self.fused.layers[0]
 
     @property
     def dtype(self) -> torch.dtype:
