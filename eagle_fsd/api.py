@@ -20,8 +20,8 @@ from .inputs.prompts import encode_prompts
 from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
-from .options.generate import OF_ONE_PROMPT, GenerateOptions, from_generate
-from .options.keywords import GenerateKeywords, lists_options
+from .options.generate import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate
+from .options.option import lists_options
 from .utils.text import answer_text
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def generate(
 ) -> Output | list[Output]: ...
 
 
-@lists_options(GenerateOptions, GenerateKeywords, described=True)
+@lists_options(GenerateKeywords, described=True)
 def generate(
     prompt: str | Sequence | Tensor | Mapping,
     model: EagleModel | None = None,
@@ -143,7 +143,8 @@ def with_options(
         return options  # its constructor has checked it
     base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
     overrides = from_generate(keywords, base.get("temperature", 0.0))
-    return GenerateOptions.from_names({**base, **overrides}, also)
+    GenerateOptions.check_names(overrides, also)
+    return GenerateOptions(**{**base, **overrides})
 
 
 @torch.inference_mode()

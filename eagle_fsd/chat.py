@@ -13,8 +13,8 @@ from .decoding.output import Output
 from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
-from .options.generate import GenerateOptions
-from .options.keywords import GenerateKeywords, lists_options, unknown_option
+from .options.generate import GenerateKeywords
+from .options.option import lists_options, unknown_option
 from .utils.checks import check_functions
 from .utils.locks import Lock
 
@@ -45,7 +45,7 @@ class Chat:
         TypeError, ValueError: options that `generate` would reject.
     """
 
-    @lists_options(GenerateOptions, GenerateKeywords)
+    @lists_options(GenerateKeywords)
     def __init__(
         self, model: EagleModel | None = None, *, system: str | None = None, **options: Unpack[Keywords]
     ) -> None:
@@ -80,7 +80,7 @@ class Chat:
             self._system = [] if text is None else [{"role": "system", "content": text}]
             self.messages = [*self._system, *turns]
 
-    @lists_options(GenerateOptions, GenerateKeywords)
+    @lists_options(GenerateKeywords)
     def send(self, text: str, **options: Unpack[Keywords]) -> Output:
         """Send a user message; return the answer, and add both to `messages`. Concurrent calls wait for one another.
 

@@ -32,8 +32,8 @@ from .inputs.prompts import check_ids
 from .inputs.requests import make_requests
 from .loading.pair import EagleModel
 from .models.loading import load_target
-from .options.generate import GenerateOptions, as_list
-from .options.keywords import GenerateKeywords, lists_options
+from .options.generate import GenerateKeywords, GenerateOptions, as_list
+from .options.option import lists_options
 
 # Keyword arguments that `model.generate` passes on and that do not affect the text.
 NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
@@ -54,7 +54,7 @@ EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "
 PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "repo_type", "revision", "token")
 
 
-@lists_options(GenerateOptions, GenerateKeywords, names=OPTIONS)
+@lists_options(GenerateKeywords, names=OPTIONS)
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,

@@ -195,7 +195,7 @@ def batch_of(
 ) -> Batch:
     """A batch after prefill, with room for `cycles` cycles. It always uses this tree; None: no drafts."""
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
-    options = GenerateOptions.from_names({**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
+    options = GenerateOptions(**{**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
     plan = Plan(tree or model.default_tree, drafts=tree is not None)
     batch = Batch(model.target, model.draft if tree else None, make_requests(model, prompts, options),

@@ -506,7 +506,7 @@ def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
     monkeypatch.setattr(captured_buffers, "BUCKET", 512)
     pair = on_cuda(tiny_pair(max_position_embeddings=512))
     options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
-    options = GenerateOptions.from_names(options | RULES["fsd"] | DRAWS[draw])
+    options = GenerateOptions(**options | RULES["fsd"] | DRAWS[draw])
     requests = make_requests(pair, PROMPTS[:3], options)
     batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: Plan(TREE)), captured=pair.captured)
     prefill(batch)
@@ -538,7 +538,7 @@ def programs_of(pair, rows, draw, rule):
     storages = [torch.zeros(len(each), 2, rows, each[0].key_heads, 32, each[0].size, device=CUDA)
                 for each in (target.fused.layers, layers)]
     buffers = Buffers(target, drafter, storages, tree, True)
-    options = GenerateOptions.from_names({"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
+    options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     settings = settings_of(requests, [request.params.rule for request in requests], Plan(tree))
     processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)

@@ -1,13 +1,16 @@
 """The endpoint as its clients use it: the `openai` package, unchanged."""
 
 import asyncio
+import importlib
 import signal
+from importlib.util import find_spec
 
 import httpx
 import openai
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from jsonschema import Draft202012Validator
 from served import here, served, wait_for_health, wait_until
 from tiny import tiny_chat_pair
 
@@ -142,8 +145,25 @@ def test_models_are_listed(client, server):
             assert answer.status_code == status
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("large")
+
+
+@pytest.mark.parametrize("own", [{"messages": CHAT}, {"prompt": "ab"}], ids=("chat", "text"))
+def test_the_schema_lists_every_option_with_its_bounds(server, own):
     described = httpx.get(f"{server.url}/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= described["paths"].keys()
+    if find_spec("openapi_spec_validator"):
+        importlib.import_module("openapi_spec_validator").validate(described)
+    path = "/v1/chat/completions" if "messages" in own else "/v1/completions"
+    body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = Draft202012Validator({**body, "components": described["components"]})
+    for fields in ({"threshold": 0.5, "temperature": 0.8, "max_tokens": 4}, {"acceptance": "exact", "seed": 3},
+                   {"head_guard": None, "top_p": 0.9, "tree": {"total_tokens": 8, "depth": 3, "top_k": 2}}):
+        assert schema.is_valid({**own, **fields})
+        assert httpx.post(f"{server.url}{path}", json={"max_tokens": 4, **own, **fields}).status_code == 200
+    for fields in ({"threshold": -1}, {"temperature": "warm"}, {"max_tokens": 0}, {"top_p": 0}, {"seed": [1, 2]},
+                   {"acceptance": "judge"}, {"head_guard": 2}, {"text_drafts": "on"}, {"frequency_penalty": 2.5}):
+        assert not schema.is_valid({**own, **fields})
+        assert httpx.post(f"{server.url}{path}", json={**own, **fields}).status_code == 400
 
 
 @pytest.mark.parametrize("rows", [4, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessor
 
@@ -15,8 +15,9 @@ from ..drafting.sizing import Plan, room_of
 from ..inputs.prompts import encode_prompt
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
-from ..options.generate import GenerateOptions
-from ..options.keywords import GenerateKeywords, lists_options, unknown_option
+from ..options.engine import EngineKeywords, EngineOptions
+from ..options.generate import GenerateKeywords, GenerateOptions
+from ..options.option import lists_options
 from ..utils.checks import OptionError, require_integer
 from .loop import Loop
 from .rows import EngineStats, Rows
@@ -37,16 +38,10 @@ class Engine:
 
     Args:
         model: the result of `load`.
-        max_rows: maximum number of requests that are decoded together.
-        max_tokens: capacity of the caches in positions: rows times the length of the longest one. A request waits until
-            it fits. None: as many as fit into a quarter of the free memory, within the limits of control groups.
-        max_waiting: maximum number of requests that wait for a row.
-        prefill_chunk: maximum number of prompt tokens that are processed between two cycles.
-        prefixes: number of recent texts whose caches are kept for prompts with the same beginning (0: none). They take
-            at most half of `max_tokens` in addition.
         tree: the draft tree of every request. None: each cycle uses the fastest tree for its number of rows, or none.
             Fuzzy texts then depend on the other requests of the batch. The tree is fixed to the default tree for a
             pair that was loaded with a `tree` other than "auto".
+        limits: see `EngineKeywords`.
 
     Attributes:
         tree: the tree of all requests; None: it is chosen in each cycle.
@@ -57,28 +52,23 @@ class Engine:
         TypeError, ValueError: a bad argument.
     """
 
-    def __init__(
-        self, model: EagleModel, *, max_rows: int = 8, max_tokens: int | None = None, max_waiting: int = 64,
-        prefill_chunk: int = 512, prefixes: int = 8, tree: TreeConfig | None = None, **unknown: NoReturn,
-    ) -> None:
-        if unknown:
-            raise TypeError(unknown_option(next(iter(unknown)), list(Engine.__init__.__kwdefaults__)))
+    @lists_options(EngineKeywords, described=True)
+    def __init__(self, model: EagleModel, *, tree: TreeConfig | None = None, **limits: Unpack[EngineKeywords]) -> None:
+        EngineOptions.check_names(limits, ("tree",))
         if not isinstance(model, EagleModel):
             raise TypeError(f"model must come from eagle_fsd.load, got {type(model).__name__}")
-        for name, value, least in (("max_rows", max_rows, 1), ("max_waiting", max_waiting, 1),
-                                   ("prefill_chunk", prefill_chunk, 1), ("prefixes", prefixes, 0)):
-            require_integer(name, value, least)
-        if max_tokens is not None:
-            require_integer("max_tokens", max_tokens, 1)
+        options = EngineOptions(**limits)
         if not (tree is None or isinstance(tree, TreeConfig)):
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model = model
         chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or model.default_tree)
-        self._rows = Rows(model, self.tree, most=max_rows, positions=max_tokens, kept=prefixes)
+        self._rows = Rows(model, self.tree, most=options.max_rows, positions=options.max_tokens,
+                          kept=options.prefixes)
         require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
         # If the target does not split prompts, its keys depend on the number of positions in a forward.
-        self._loop = Loop(self._rows, max_waiting, prefill_chunk if model.target.splits_prefill else 1 << 62)
+        self._loop = Loop(self._rows, options.max_waiting,
+                          options.prefill_chunk if model.target.splits_prefill else 1 << 62)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     @property
@@ -114,7 +104,7 @@ class Engine:
         """The number of requests that wait for a row."""
         return len(self._loop.queue)
 
-    @lists_options(GenerateOptions, GenerateKeywords)
+    @lists_options(GenerateKeywords)
     def submit(
         self, prompt: Any, options: GenerateOptions | None = None, *,
         logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,

@@ -10,8 +10,8 @@ from typing import Annotated, Union
 import tyro
 
 from ..options.generate import GenerateOptions
-from ..options.keywords import REPLACEMENTS
 from ..options.load import LoadOptions
+from ..options.option import REPLACEMENTS
 from ..utils.openmp import choose_wait_policy
 from .arguments import parse_options
 from .cache import CacheCommand

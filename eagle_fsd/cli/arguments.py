@@ -1,9 +1,8 @@
 """The dataclasses of `eagle_fsd.options` as flags of a command line, parsed by tyro.
 
-A new field in `eagle_fsd.options` becomes a flag of every command with those options. This module adds the text forms
-of trees and guards and the choices of some options. It omits what a command line cannot express (rules as objects,
-lists of seeds, a `quantization_config`) or has elsewhere (the tree of `load`). It does not import torch, so that
-`--help` is quick.
+A new declaration in `eagle_fsd.options` becomes a flag of every command with those options. This module adds the text
+forms of options that a word cannot express as they are, and omits those that none can (a `quantization_config`) or that
+are elsewhere (the tree of `load`). It does not import torch, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 from tyro.conf import Suppress, UseAppendAction
 from tyro.constructors import PrimitiveConstructorSpec
 
-from ..acceptance import RULE_CLASSES
 from ..drafting.config import TreeConfig, parse_tree
-from ..models import IMPLEMENTATIONS, QUANTIZATIONS
-from ..options.generate import GenerateOptions
+from ..options.generate import Copying, GenerateOptions, RuleName
 from ..options.load import LoadOptions
 
 if TYPE_CHECKING:
@@ -70,9 +67,6 @@ Json = Annotated[object, PrimitiveConstructorSpec(
     str_from_instance=lambda value: [json.dumps(value)])]
 # A flag that turns something off, such as --no-prepack. Its help omits "(default: True)", which would be ambiguous.
 OnUnlessFlagged = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
-RuleName = Literal[tuple(RULE_CLASSES)]
-Implementation = Literal[tuple(IMPLEMENTATIONS)]
-Quantization = Literal[tuple(QUANTIZATIONS)]
 
 
 @dataclass(frozen=True)
@@ -88,13 +82,10 @@ class Loading(LoadOptions):
     device: str | None = None
     device_map: str | None = None
     quantization_config: Suppress[object] = None
-    attn_implementation: Implementation | None = None
     tree: Suppress[object] = "auto"
     prepack: OnUnlessFlagged = True
     cuda_graphs: OnUnlessFlagged = True
-    quantization: Quantization | None = None
     draft_dtype: str | None = None
-    draft_quantization: Quantization | None = None
 
     def load(self, tree: TreeConfig | None = None) -> EagleModel:
         """Load the pair; see `eagle_fsd.load`.
@@ -114,12 +105,9 @@ class Decoding(GenerateOptions):
     Args:
         seed: seed of the sampling noise; None: random. With the same seed, plain decoding, exact and every rule at
             its lossless threshold give the same tokens.
-        stop: a string that ends the answer and is not part of it; can be repeated.
-        acceptance: acceptance rule.
         tree: size of the draft tree; None: as fast as possible on this machine.
         response_format: format of the answer, in JSON: a schema, or for example {"type": "regex", "regex": R}.
         speculative: decode without drafts.
-        reference: a text that the answer will resemble, from which drafts are copied; can be repeated.
         chat_template_kwargs: variables of the chat template, in JSON, such as {"enable_thinking": false}.
     """
 
@@ -128,7 +116,7 @@ class Decoding(GenerateOptions):
     acceptance: RuleName = "fsd"
     head_guard: HeadGuard = "default"
     tree: Tree = None
-    text_drafts: Literal["auto", "off"] = "auto"
+    text_drafts: Copying = "auto"
     reference: UseAppendAction[tuple[str, ...]] = ()
     response_format: Json = None
     chat_template_kwargs: Json = None

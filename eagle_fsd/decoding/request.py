@@ -17,7 +17,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextSource
 from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
-from ..options.generate import RuleAtTemperature
+from ..options.generate import GenerateOptions
 from ..utils.text import StopStrings
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
@@ -28,8 +28,8 @@ REPETITIONS, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RequestParams(RuleAtTemperature):
-    """The parameters of a request, checked and constant. See `GenerateOptions`.
+class RequestParams:
+    """What the options of a request come to for its prompt and model: constant. See `GenerateOptions`.
 
     Args:
         budget: total regret of fuzzy tokens in nats; None: no limit.
@@ -49,20 +49,22 @@ class RequestParams(RuleAtTemperature):
 
     max_new_tokens: int
     rule: Rule = EXACT
-    temperature: float = 0.0
+    temperature: float = GenerateOptions.temperature
     seed: int = 0
-    budget: float | None = None
+    budget: float | None = GenerateOptions.budget
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     processors_key: object = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     criteria: Sequence[Callable] = ()
     padding: Sequence[int] = ()
-    speculative: bool = True
-    tree: TreeConfig | None = None
-    top_logprobs: int = 0
+    speculative: bool = GenerateOptions.speculative
+    tree: TreeConfig | None = GenerateOptions.tree
+    top_logprobs: int = GenerateOptions.top_logprobs
     within: tuple[int, int] | None = None
     followed: Mapping[str, object] = field(default_factory=dict)
+
+    greedy, lossless = GenerateOptions.greedy, GenerateOptions.lossless  # of `rule` and `temperature`
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most

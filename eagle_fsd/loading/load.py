@@ -23,8 +23,8 @@ from ..models.linear import check_quantization, device_of
 from ..models.loading import check_device, convert_buffers, load_compact, load_target
 from ..models.memory import MappedFiles, trim
 from ..models.target import TargetModel
-from ..options.keywords import LoadKeywords, lists_options
-from ..options.load import LoadOptions
+from ..options.load import LoadKeywords, LoadOptions
+from ..options.option import lists_options
 from ..utils.locks import one_at_a_time
 from .pair import EagleModel, check_once
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@lists_options(LoadOptions, LoadKeywords, described=True)
+@lists_options(LoadKeywords, described=True)
 @one_at_a_time
 def load(
     target: str | Path | None = None, draft: str | Path | None = None, **options: Unpack[LoadKeywords]
@@ -53,7 +53,8 @@ def load(
         OSError: a hub id that does not exist or cannot be fetched, or a broken config of the target.
         ImportError: a GGUF file, and the package gguf is not installed.
     """
-    asked = LoadOptions.from_names({"target": target, "draft": draft, **options})
+    LoadOptions.check_names(options)
+    asked = LoadOptions(target=target, draft=draft, **options)
     for name in ("quantization", "draft_quantization"):
         form = getattr(asked, name)
         check_quantization(form)

@@ -388,7 +388,7 @@ def setting_methods(
             alone[DRAFTER] = engine(EagleModel.from_parts(drafter, None, model.tokenizer), **common | PLAIN)
         return {name: engine(model, **setting) for name, setting in methods.items()} | alone
     return {name: engine(model, ask=lambda prompt, **request: batches.submit(prompt, **request).result(),
-                         **setting | (PLAIN if GenerateOptions.from_names(setting).lossless else {}))
+                         **setting | (PLAIN if GenerateOptions(**setting).lossless else {}))
             for name, setting in methods.items()}
 
 

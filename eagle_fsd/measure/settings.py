@@ -107,7 +107,7 @@ def parse_setting(text: str) -> tuple[str, dict[str, object]]:
     if not rule:
         raise ValueError(f'a setting must be a rule, a threshold and options, such as "fsd 0.3" or "fsd 0.5 '
                          f'head_guard=none", got {text!r}')
-    GenerateOptions.from_names(options)
+    GenerateOptions(**options)
     return " ".join([rule, *words]), options
 
 

@@ -387,15 +387,13 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None, dependencies=slot)
     async def chat(request: Request, body: ChatRequest) -> Response:
-        """Answer a chat. Fields that the schema does not list are decoding options under their names in `generate`.
-        Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
+        """Answer a chat. Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
         `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 
     @router.post("/v1/completions", response_model=None, dependencies=slot)
     async def completion(request: Request, body: CompletionRequest) -> Response:
-        """Continue a text. Fields that the schema does not list are decoding options under their names in `generate`.
-        Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
+        """Continue a text. Unknown fields are ignored, and named in the header `x-eagle-fsd-ignored`.
         `usage` counts drafted and accepted tokens, from the head and copied from the text, `metrics` as vLLM does."""
         return await respond(service, request, body)
 

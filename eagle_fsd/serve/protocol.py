@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model, model_validator
 from starlette.exceptions import HTTPException
 
 from ..drafting.config import TreeConfig
@@ -15,7 +15,7 @@ from ..inputs.prompts import chat_tokens, render_chat
 from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions, from_generate
-from ..options.keywords import REPLACEMENTS
+from ..options.option import REPLACEMENTS, members
 from ..utils.checks import OptionError, require_integer
 from .limits import check_template_kwargs
 from .tools import MOST_CALLS, THOUGHT, CallSplitter, Splitter, TemplateSplitter, call_schema, check_tools, chosen_tools
@@ -29,7 +29,11 @@ MOST_MESSAGES = 4096
 MOST_PARTS = 1024  # per message
 UNION_MEMBER = re.compile(r"str|list\[.+\]")  # in pydantic's places, which clients do not know
 
-OPTIONS = [name for name in GenerateOptions.names() if name != "generation_config"]  # an object of Python
+# Decoding options that are fields of every request. A generation config is an object of Python.
+OPTIONS = [name for name in GenerateOptions.names() if name not in ("generation_config", "chat_template_kwargs")]
+OTHER_NAMES = {  # in the API, in vLLM, in llama.cpp: ours
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
+    "repeat_penalty": "repetition_penalty"}
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
 OF_A_RULE = {"threshold", "divergence", "head_guard"}  # defaults that do not apply to a request with its own rule
 NULLS = {"head_guard"}  # options for which null is a value; for others it means the default
@@ -220,23 +224,31 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Field(max_length=MOST_MESSAGES, fail_fast=True)
 
 
-class AnswerRequest(BaseModel):
-    """The fields that chats and completions share. Fields that the schema does not list are decoding options, or are
-    ignored."""
+def option_field(name: str) -> tuple[Any, Any]:
+    """The type and default of a decoding option as a field: its declaration, for the schema alone. `GenerateOptions`
+    checks the values."""
+    option = GenerateOptions.declared[name]
+    bounds = Field(ge=option.least, gt=option.above, le=option.most)
+    kinds = [Annotated[kind, bounds] if kind in (int, float) else kind for kind in members(option.plain or option.kind)]
+    default = option.default if name in NULLS else None
+    return Annotated[Union[(*kinds, None)], SkipValidation], Field(default, description=option.meaning)  # noqa: UP007
 
-    model_config = ConfigDict(strict=True, extra="allow")
-    our_names: ClassVar[dict[str, str]] = {  # in the API, in vLLM, in llama.cpp
-        "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
-        "repeat_penalty": "repetition_penalty"}
-    without: ClassVar[Sequence[str]] = ()  # decoding options without a meaning here
+
+OptionFields = create_model("OptionFields", __config__=ConfigDict(strict=True, extra="allow"), **{
+    name: option_field(OTHER_NAMES.get(name, name)) for name in (*OPTIONS, *OTHER_NAMES)})
+
+
+class AnswerRequest(OptionFields):
+    """The fields that chats and completions share: the decoding options, and these. Other fields are ignored."""
+
+    our_names: ClassVar[dict[str, str]] = OTHER_NAMES
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, description=(
+    n: int | None = Field(1, json_schema_extra={"minimum": 1, "maximum": MOST_CHOICES}, description=(
         "Number of choices. At temperature 0, the default, decoding is greedy and all choices are the same: set a "
         "temperature."))
-    response_format: Any = None
 
     @model_validator(mode="after")
     def check_shared(self) -> AnswerRequest:
@@ -248,8 +260,10 @@ class AnswerRequest(BaseModel):
 
     def decoding(self) -> dict[str, Any]:
         """The decoding options of the request, under the client's names."""
-        plain = self.response_format == {"type": "text"}
-        return {"response_format": None if plain else self.response_format, **(self.model_extra or {})}
+        own = {name: getattr(self, name) for name in OptionFields.model_fields if name in self.model_fields_set}
+        if own.get("response_format") == {"type": "text"}:
+            del own["response_format"]
+        return {**own, **(self.model_extra or {})}
 
     def options(self, defaults: Mapping[str, object]) -> GenerateOptions:
         """The decoding options: the request's, then the server's defaults.
@@ -283,11 +297,7 @@ class AnswerRequest(BaseModel):
 
     def unknown(self) -> set[str]:
         """Names of the fields that are ignored, as `messages.name` for those of a message."""
-        return extra_fields(self) - ({*OPTIONS, *self.our_names, *NEUTRAL} - {*self.without})
-
-    def known(self) -> list[str]:
-        """All field names."""
-        return list(dict.fromkeys([*OPTIONS, *self.our_names, *type(self).model_fields]))
+        return extra_fields(self) - NEUTRAL.keys()
 
     def refusal(self, error: Exception) -> Refusal:
         """The refusal for an error of the library, with the client's name for the option."""
@@ -295,18 +305,16 @@ class AnswerRequest(BaseModel):
             return Refusal(400, str(error))
         name = next((theirs for theirs, value in self.decoding().items()
                      if value is not None and self.our_names.get(theirs) == error.name), error.name)
-        return Refusal(400, f"{name} {error.problem}", param=name if name in self.known() else None)
+        return Refusal(400, f"{name} {error.problem}", param=name if name in type(self).model_fields else None)
 
 
 class ChatRequest(AnswerRequest):
-    """The body of `/v1/chat/completions`. Other fields are decoding options under their names in `generate`."""
+    """The body of `/v1/chat/completions`."""
 
-    our_names: ClassVar[dict[str, str]] = {
-        **AnswerRequest.our_names, "prediction": "reference", "tools": "response_format"}
+    our_names: ClassVar[dict[str, str]] = {**OTHER_NAMES, "prediction": "reference", "tools": "response_format"}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool | None = False
-    top_logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = Field(None, description="false: an answer has at most one call")
@@ -338,8 +346,7 @@ class ChatRequest(AnswerRequest):
         call = call_schema(self._tools) if self._must_call else None
         own = {name: getattr(self, name) for name in ("continue_final_message", "add_generation_prompt")}
         template = (self.chat_template_kwargs or {}) | {name: is_on for name, is_on in own.items() if is_on is not None}
-        return {"prediction": predicted, "tools": call, "top_logprobs": self.top_logprobs,
-                "chat_template_kwargs": template or None, **super().decoding()}
+        return {"prediction": predicted, "tools": call, "chat_template_kwargs": template or None, **super().decoding()}
 
     @property
     def alternatives(self) -> int | None:
@@ -369,11 +376,9 @@ class ChatRequest(AnswerRequest):
 
 
 class CompletionRequest(AnswerRequest):
-    """The body of `/v1/completions`: texts without a chat template, or token ids. Other fields are decoding options
-    under their names in `generate`."""
+    """The body of `/v1/completions`: texts without a chat template, or token ids."""
 
-    our_names: ClassVar[dict[str, str]] = {**AnswerRequest.our_names, "logprobs": "top_logprobs"}
-    without: ClassVar[Sequence[str]] = ("chat_template_kwargs",)
+    our_names: ClassVar[dict[str, str]] = {**OTHER_NAMES, "logprobs": "top_logprobs"}
 
     prompt: str | Tokens | Annotated[list[str], Prompts] | Annotated[list[Tokens], Prompts]
     logprobs: int | None = None  # 0: only those of the chosen tokens

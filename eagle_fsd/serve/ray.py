@@ -75,5 +75,5 @@ def check_settings(
     loading, serving = ({option.name: rest.pop(option.name) for option in fields(kind) if option.name in rest}
                         for kind in (LoadOptions, ServeOptions))
     LoadOptions(**loading)
-    GenerateOptions.from_names(rest)
+    GenerateOptions(**rest)
     return loading, ServeOptions(**serving), rest, None if tree is None else TreeConfig(**tree)
