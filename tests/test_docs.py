@@ -3,6 +3,7 @@ page prints as output is what the default pair gives."""
 
 import importlib
 import re
+import runpy
 import shlex
 import sys
 from importlib.util import find_spec
@@ -74,6 +75,11 @@ def test_clients_run():
     with here(tiny_chat_pair(max_position_embeddings=512)) as server:
         answer = run(ROOT / "docs" / "serving.md", server.url)["answer"]
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens is not None
+
+
+def test_the_page_of_options_is_that_of_the_declarations():
+    page = runpy.run_path(str(ROOT / "docs" / "options.py"))["page"]()
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == page  # written by python docs/options.py
 
 
 class Parsed(BaseException):

@@ -32,7 +32,7 @@ UNION_MEMBER = re.compile(r"str|list\[.+\]")  # in pydantic's places, which clie
 # Decoding options that are fields of every request. A generation config is an object of Python.
 OPTIONS = [name for name in GenerateOptions.names() if name not in ("generation_config", "chat_template_kwargs")]
 OTHER_NAMES = {  # in the API, in vLLM, in llama.cpp: ours
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
+    "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
     "repeat_penalty": "repetition_penalty"}
 TO_THE_END = 2**31  # max_new_tokens of an answer without a limit; the engine lowers it to the end of the context
 OF_A_RULE = {"threshold", "divergence", "head_guard"}  # defaults that do not apply to a request with its own rule
@@ -246,7 +246,7 @@ class AnswerRequest(OptionFields):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, json_schema_extra={"minimum": 1, "maximum": MOST_CHOICES}, description=(
+    n: Annotated[Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None, SkipValidation] = Field(1, description=(
         "Number of choices. At temperature 0, the default, decoding is greedy and all choices are the same: set a "
         "temperature."))
 
