@@ -12,12 +12,12 @@ TEXT = """\
 # Options
 
 Each option is declared once, in `eagle_fsd/options/` (those of a server in `eagle_fsd/serve/limits.py`), and `python
-docs/options.py` writes this page. The flag of `max_new_tokens` is `--max-new-tokens`. `/openapi.json` of the endpoint lists
-the fields of a request.
+docs/options.py` writes this page. The flag of `max_new_tokens` is `--max-new-tokens`. The endpoint's `/openapi.json`
+lists the fields of a request.
 """
 GROUPS = {
-    "Decoding": ("Keywords of `generate`, `Chat` and `Engine.submit`, fields of `GenerateOptions`, fields of a request to "
-                 "the endpoint, flags.", GenerateKeywords),
+    "Decoding": ("Keywords of `generate`, `Chat` and `Engine.submit`, fields of `GenerateOptions`, fields of a request "
+                 "to the endpoint, flags.", GenerateKeywords),
     "Loading": ("Keywords of `load`, fields of `LoadOptions`, flags.", LoadOptions),
     "Engine and server": ("Flags of `eagle-fsd serve`; those from `max_rows` on are keywords of `Engine` as well.",
                           ServeOptions),

@@ -141,7 +141,7 @@ def with_options(
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
     if options is not None and not keywords:
         return options  # its constructor has checked it
-    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.names()}
+    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.declared}
     overrides = from_generate(keywords, base.get("temperature", 0.0))
     GenerateOptions.check_names(overrides, also)
     return GenerateOptions(**{**base, **overrides})

@@ -40,7 +40,7 @@ NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids",
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
 # Our options that `model.generate` does not take itself, for prompts of token ids.
-OPTIONS = [name for name in GenerateOptions.names()
+OPTIONS = [name for name in GenerateOptions.declared
            if name not in ("generation_config", "chat_template_kwargs") and not hasattr(GenerationConfig(), name)]
 ATTRIBUTE = "eagle_fsd_pair"  # of a model, see `CachedPair`
 REFUSED = {  # fields of a generation config that say how an assistant drafts or is verified, and what to use instead

@@ -28,7 +28,7 @@ except ImportError as error:
         sys.exit(f"eagle_fsd.lm_eval: {missing}")
     raise ImportError(missing) from error
 
-LOADING = [name for name in LoadOptions.names() if name != "quantization_config"]
+LOADING = [name for name in LoadOptions.declared if name != "quantization_config"]
 DECODING = ["acceptance", "threshold", "divergence", "head_guard", "budget"]
 # Arguments of the harness' own `hf` model, with the same meaning.
 HARNESS = ["batch_size", "max_batch_size", "tokenizer", "use_fast_tokenizer", "max_length", "add_bos_token",

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 def as_flags(text: str) -> str:
     """Replace options in Python form, such as max_new_tokens=, by their flags."""
-    names = "|".join((*GenerateOptions.names(), *LoadOptions.names()))
+    names = "|".join((*GenerateOptions.declared, *LoadOptions.declared))
     return re.sub(rf"\b({names})=(?=[\s,;]|$)", lambda match: f"--{match[1].replace('_', '-')}", text)
 
 

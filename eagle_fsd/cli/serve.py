@@ -54,7 +54,7 @@ class ServeCommand:
             logging.warning("anyone who can reach %s can use the model: set %s to require a key", self.serving.host,
                             KEY_VARIABLE)
         listener = reserve(self.serving)
-        defaults = {name: getattr(self.decoding, name) for name in Decoding.names()}
+        defaults = {name: getattr(self.decoding, name) for name in Decoding.declared}
         if defaults["max_new_tokens"] is None:
             del defaults["max_new_tokens"]
         model = self.pair.load()

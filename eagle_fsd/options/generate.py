@@ -311,7 +311,7 @@ def options_of_config(
         keywords: options that override the config's. temperature: used if they have none.
     """
     neutral = config._get_default_generation_params()
-    ours = {"do_sample", *GenerateOptions.names()}
+    ours = {"do_sample", *GenerateOptions.declared}
     found = {name: value for name, value in config.to_diff_dict().items()
              if not (value is None or name.startswith("_") or name in (*FOLLOWED, *WITHOUT_EFFECT))
              and (name in ours or value not in (neutral.get(name), False))}

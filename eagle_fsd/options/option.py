@@ -142,17 +142,16 @@ def declarations(owner: type) -> dict[str, Option]:
 
 
 class Options:
-    """Base class of the dataclasses that `declare` makes."""
+    """Base class of the dataclasses that `declare` makes.
+
+    Attributes:
+        declared: the declarations by name, in order.
+    """
 
     declared: ClassVar[Mapping[str, Option]] = {}
 
     if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """The names of the options, in order."""
-        return list(cls.declared)
 
     @classmethod
     def check_names(cls, options: Iterable[str], also: Sequence[str] = ()) -> None:

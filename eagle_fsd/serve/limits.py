@@ -51,7 +51,7 @@ class ServeOptions(Options):
     @property
     def engine(self) -> dict[str, Any]:
         """The options that are arguments of `Engine`."""
-        return {name: getattr(self, name) for name in EngineOptions.names()}
+        return {name: getattr(self, name) for name in EngineOptions.declared}
 
 
 def check_template_kwargs(keywords: Mapping[str, object]) -> None:

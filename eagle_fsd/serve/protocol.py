@@ -30,7 +30,7 @@ MOST_PARTS = 1024  # per message
 UNION_MEMBER = re.compile(r"str|list\[.+\]")  # in pydantic's places, which clients do not know
 
 # Decoding options that are fields of every request. A generation config is an object of Python.
-OPTIONS = [name for name in GenerateOptions.names() if name not in ("generation_config", "chat_template_kwargs")]
+OPTIONS = [name for name in GenerateOptions.declared if name not in ("generation_config", "chat_template_kwargs")]
 OTHER_NAMES = {  # in the API, in vLLM, in llama.cpp: ours
     "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens",
     "repeat_penalty": "repetition_penalty"}
