@@ -17,7 +17,7 @@ from ..acceptance import RULE_CLASSES
 from ..drafting.config import TreeConfig
 from ..drafting.copies import TextDrafts
 from ..utils.checks import OptionError, require_bool, require_integer, require_number
-from .option import Option, Options, declare, members
+from .option import Option, Options, declare
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,8 +144,8 @@ class GenerateOptions(Options):
 
     def __post_init__(self) -> None:
         for name, option in self.declared.items():
-            lists = any(get_origin(member) is Sequence for member in members(option.kind))
-            if isinstance(value := getattr(self, name), list if name == "tree" else (list, tuple)) and not lists:
+            if (isinstance(value := getattr(self, name), list if name == "tree" else (list, tuple))
+                    and Sequence not in map(get_origin, option.kinds)):
                 raise OptionError(name, problem=f"must be one value for all prompts of a batch, got {value!r}; "
                                   f"{OF_ONE_PROMPT}")
         super().__post_init__()

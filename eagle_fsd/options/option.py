@@ -90,7 +90,7 @@ class Option:
         accepted: the valid values in words that follow "must be". Bools and ints need none; the type of another option
             is checked only if it has them.
         plain: its type as JSON, if that is not its type in Python.
-        kind: its type in Python; `declarations` sets it.
+        kinds, optional: its types in Python without None, and whether it may be None; `declarations` sets both.
     """
 
     default: Any
@@ -100,20 +100,20 @@ class Option:
     above: float | None = None
     accepted: str = ""
     plain: Any = None
-    kind: Any = None
+    kinds: tuple = ()
+    optional: bool = False
 
     def check(self, name: str, value: object) -> None:
         """Raise OptionError if the value is of another type or out of bounds."""
-        kinds = set(members(self.kind)) - {NoneType}
-        if value is None and NoneType in members(self.kind):
+        if value is None and self.optional:
             return
-        if kinds == {bool}:
+        if self.kinds == (bool,):
             require_bool(name, value)
-        elif kinds == {int}:
+        elif self.kinds == (int,):
             require_integer(name, value, self.least, self.most)
-        elif kinds == {float} and self.accepted:
+        elif self.kinds == (float,) and self.accepted:
             require_number(name, value, self.accepted, self.allows)
-        elif self.accepted and not any(is_of(value, kind) for kind in kinds):
+        elif self.accepted and not any(is_of(value, kind) for kind in self.kinds):
             raise OptionError(name, value, self.accepted)
 
     def allows(self, number: float) -> bool:
@@ -136,9 +136,14 @@ def is_of(value: object, kind: Any) -> bool:
 
 def declarations(owner: type) -> dict[str, Option]:
     """The options that a class or `TypedDict` declares, by name."""
-    kinds, hints = get_type_hints(owner), get_type_hints(owner, include_extras=True)
-    return {name: replace(option, kind=kinds[name]) for name, hint in hints.items()
-            for option in getattr(hint, "__metadata__", ()) if isinstance(option, Option)}
+    found = {}
+    for name, hint in get_type_hints(owner, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if isinstance(option, Option):
+                kinds = members(hint.__origin__)
+                found[name] = replace(option, kinds=tuple(kind for kind in kinds if kind is not NoneType),
+                                      optional=NoneType in kinds)
+    return found
 
 
 class Options:

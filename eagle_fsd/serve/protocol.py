@@ -229,7 +229,8 @@ def option_field(name: str) -> tuple[Any, Any]:
     checks the values."""
     option = GenerateOptions.declared[name]
     bounds = Field(ge=option.least, gt=option.above, le=option.most)
-    kinds = [Annotated[kind, bounds] if kind in (int, float) else kind for kind in members(option.plain or option.kind)]
+    kinds = [Annotated[kind, bounds] if kind in (int, float) else kind
+             for kind in (members(option.plain) if option.plain else option.kinds)]
     default = option.default if name in NULLS else None
     return Annotated[Union[(*kinds, None)], SkipValidation], Field(default, description=option.meaning)  # noqa: UP007
 
