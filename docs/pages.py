@@ -28,4 +28,4 @@ def reference():
     """A page of the names that the package exports, and of the rules."""
     exported = [getattr(eagle_fsd, name) for name in sorted(eagle_fsd.__all__, key=str.lower) if name != "RULES"]
     lines = [f"::: {each.__module__}.{each.__qualname__}" for each in (*exported, *eagle_fsd.RULES.values())]
-    return "\n\n".join(["# API reference", *lines])
+    return "\n\n".join(["# API reference", "The options are on [a page of their own](options.md).", *lines])
