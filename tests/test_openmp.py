@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
-from eagle_fsd.utils.openmp import choose_wait_policy
+from eagle_fsd.utils.openmp import choose_wait_policy, in_own_thread
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,3 +69,18 @@ def test_commands_that_decode_choose_before_torch_is_imported(command):
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True,
                          check=False)
     assert ran.stdout.split() == ["False", "passive"], ran.stdout + ran.stderr
+
+
+def test_work_in_a_thread_of_its_own():
+    """Which has ended, with its OpenMP threads, when the result or error is there."""
+    threads = []
+
+    def work():
+        threads.append(threading.current_thread())
+        return len(threads)
+
+    assert in_own_thread(work) == 1
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        in_own_thread(lambda: (_ for _ in ()).throw(KeyboardInterrupt("stop")))
+    threads[0].join(5)
+    assert not threads[0].is_alive() and threads[0] is not threading.current_thread()

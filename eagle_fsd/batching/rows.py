@@ -26,6 +26,7 @@ from ..drafting.growth import read_prompt
 from ..drafting.sizing import Drafting, Plan, room_of
 from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
+from ..utils.openmp import in_own_thread
 from .memory import free_bytes
 from .prefixes import Prefixes
 from .tickets import Ticket
@@ -105,7 +106,9 @@ class Rows:
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
         self.nodes, self.levels = room_of(map(Plan, trees), copying=True)
         self.model, self.most = model, most
-        self.positions = positions_that_fit(model, most, self.nodes) if positions is None else positions
+        if positions is None:
+            positions = in_own_thread(partial(positions_that_fit, model, most, self.nodes))
+        self.positions = positions
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
         self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         self.prefixes = Prefixes(kept, self.positions // 2)

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from ..heads.catalogue import DEFAULT
 from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, served_name
+from ..utils.openmp import in_own_thread
 from .arguments import Decoding, Loading
 
 
@@ -57,7 +58,7 @@ class ServeCommand:
         defaults = {name: getattr(self.decoding, name) for name in Decoding.declared}
         if defaults["max_new_tokens"] is None:
             del defaults["max_new_tokens"]
-        model = self.pair.load()
+        model = in_own_thread(self.pair.load)
         if self.serving.plain:
             model = replace(model, draft=None, sizing=None)
             defaults["speculative"] = False

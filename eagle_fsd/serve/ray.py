@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +16,7 @@ from ..heads.catalogue import DEFAULT
 from ..loading.load import load
 from ..options.generate import GenerateOptions
 from ..options.load import LoadOptions
+from ..utils.openmp import in_own_thread
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 
@@ -34,7 +36,7 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         loading, options, defaults, tree = check_settings(settings)
-        self.engine = Engine(load(**loading), **options.engine, tree=tree)
+        self.engine = Engine(in_own_thread(partial(load, **loading)), **options.engine, tree=tree)
         self.application = create_app(self.engine, options.name or served_name(loading.get("target")),
                                       replace(options, host="0.0.0.0"), defaults,  # Ray's proxy has its own host name
                                       key_from_environment(), [loading.get("target") or DEFAULT])

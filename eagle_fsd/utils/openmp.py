@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import psutil
 
 SECONDS = 0.2  # for which the load is watched
+Result = TypeVar("Result")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -27,3 +32,22 @@ def choose_wait_policy() -> None:
     needed = int(threads) if threads.isdecimal() else psutil.cpu_count(logical=False) or cpus  # torch's default
     if needed > 1 and psutil.cpu_percent(SECONDS) / 100 * cpus > cpus - needed + 0.5:
         os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def in_own_thread(work: Callable[[], Result]) -> Result:
+    """Run some work in a thread of its own, and return its result. Ctrl-C does not wait for it.
+
+    OpenMP keeps a team of threads for each thread that has used it, as long as this lives. With more of them than
+    cores, GNU OpenMP lets waiting threads sleep at once. So what loads or measures a model and then leaves decoding to
+    another thread, such as an engine's, does it here: on two cores SmolLM2 decodes 118 tokens/s so, and 80 otherwise.
+    """
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome.result()
