@@ -139,11 +139,13 @@ def test_a_reader_that_goes_is_no_error(argv):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp932"])
-def test_what_an_encoding_lacks_is_escaped(encoding, monkeypatch):
+@pytest.mark.parametrize(("encoding", "errors"), [
+    ("ascii", "strict"), ("cp1252", "strict"), ("cp932", "strict"), ("ascii", "surrogateescape"),
+])
+def test_what_an_encoding_lacks_is_escaped(encoding, errors, monkeypatch):
     """In output, --help and messages; nothing is lost, and it is no error."""
     def written(*argv, expected=0):
-        streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors) for _ in range(2)]
         for name, stream in zip(("stdout", "stderr"), streams, strict=True):
             monkeypatch.setattr(sys, name, stream)
         try:

@@ -521,6 +521,10 @@ def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(checkout, 
     git("status")
     assert environment()["commit"].startswith(f"{begun}+changes-") and not environment()["clean"]
     assert "NOT A CLEAN COMMIT" in write_record(tmp_path / "x", {}, "text")
+    changed = environment()["commit"]
+    (folder / "eagle_fsd" / "new_rule.py").write_text("3")
+    git("status")
+    assert environment()["commit"] != changed  # a new module, which git does not know yet
     git("status")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git")))
     assert environment()["commit"] == "unknown" and not environment()["clean"]

@@ -21,7 +21,7 @@ def escape_unencodable() -> None:
     """Let standard output and error write characters that their encoding lacks as escapes, such as \\u20ac, instead of
     raising."""
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "errors", None) == "strict":
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape"):  # the latter in the locale C
             stream.reconfigure(errors="backslashreplace")
 
 
