@@ -9,7 +9,6 @@ a bucket, V vocabulary of the target, D size of the drafter's states.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -28,8 +27,6 @@ from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
 from .join import join
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
