@@ -32,7 +32,6 @@ from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
 from eagle_fsd.acceptance import Nodes
 from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.captured import buffers as captured_buffers
-from eagle_fsd.captured import join as captured_join
 from eagle_fsd.captured.buffers import Buffers
 from eagle_fsd.captured.capture import Pool, Program, uncollected
 from eagle_fsd.captured.cycle import CapturedCycles, log_uncaptured, settings_of
@@ -153,13 +152,11 @@ def test_rows_of_unequal_length_that_end_at_different_times(kind, options):
     assert all(pair.captured.taken)
 
 
-@pytest.mark.parametrize("sizes", [(64, 256), ()], ids=["on the device", "on the host"])
-def test_many_copies_on_trees_with_few_nodes(sizes, monkeypatch):
-    monkeypatch.setattr(captured_join, "SIZES", sizes)  # more copies join on the host
+def test_many_copies_on_trees_with_few_nodes():
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, text_drafts=TextDrafts(256, 12), tree=TreeConfig(40, 2, 3))
     programs = {key[0] for home in pair.captured._homes for key in home.pool.programs}
-    assert ("join" in programs) == bool(sizes) and all(pair.captured.taken)
+    assert "join" in programs and all(pair.captured.taken)
 
 
 @pytest.mark.parametrize("options", [{}, DRAWS["sampled"], {"budget": 2.0} | RULES["relaxed"]], ids=str)

@@ -21,7 +21,6 @@ from tiny import PROMPT, VOCAB, draft_tree, prefill, tiny_chat_pair, tiny_pair, 
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TextDrafts, TreeConfig, make_rule
-from eagle_fsd.captured.join import join, packed, size_of
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import EXACT
@@ -37,7 +36,7 @@ from eagle_fsd.drafting.copies import (
     TextIndex,
     TextSource,
 )
-from eagle_fsd.drafting.join import join_drafts
+from eagle_fsd.drafting.join import candidates_of, join_drafts, packed
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Drafting, Plan, Prices
 from eagle_fsd.drafting.tree import root_only
@@ -294,14 +293,14 @@ def test_joined_trees_are_the_best_paths_of_both(config):
 
 
 def assert_joined_alike(head, copies, tree):
-    """The function for a device makes the same tree, though it is filled up and reckons with more levels."""
-    nodes, size = tree.tokens.shape[1], size_of(copies)
-    columns, steps, deepest = packed(copies, size)
-    levels = head.max_depth
-    other = join(head, torch.tensor(columns), torch.tensor(steps, dtype=torch.float64), nodes, levels,
-                 max(levels, deepest) + 2)
+    """In fixed shapes, filled up and with more levels, it is the same tree."""
+    nodes, levels = tree.tokens.shape[1], head.max_depth
+    columns, scores, deepest = packed(copies, 64)
+    deepest = max(levels, deepest) + 2
+    other = candidates_of(head, torch.tensor(columns), torch.tensor(scores, dtype=torch.float64), levels, deepest).best(
+        nodes, deepest)
     for name in ("tokens", "parents", "depths", "ancestors", "draft_rows", "scores", "origins"):
-        assert torch.equal(getattr(other, name), getattr(tree, name).to(getattr(other, name).dtype)), name
+        assert torch.equal(getattr(other, name), getattr(tree, name)), name
 
 
 def verifying(count):

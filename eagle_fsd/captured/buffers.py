@@ -104,7 +104,7 @@ class Buffers:
         return self._tables[path]
 
     def copies(self, size: int) -> tuple[Tensor, Tensor]:
-        """[R, 4, M] and [R, M], see `join`."""
+        """[R, 4, M] and [R, M], see `packed`."""
         if size not in self._copies:
             self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
         return self._copies[size]
@@ -147,19 +147,6 @@ class Buffers:
         """Copy numbers to a buffer without waiting for the device."""
         host = torch.tensor(values, dtype=buffer.dtype)
         buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
-
-    def store(self, tree: DraftTree) -> None:
-        """Replace the trees by others of at most `most` nodes, filled up with repetitions of their roots."""
-        count, rest = tree.tokens.shape[1], slice(tree.tokens.shape[1], None)
-        store_tree(self.tree, tree)
-        mine = self.tree
-        mine.tokens[:, rest] = mine.tokens[:, :1]
-        mine.parents[:, rest] = torch.arange(count, self.most, device=self.device)
-        mine.ancestors[:, rest] = torch.eye(self.most, dtype=torch.bool, device=self.device)[rest]
-        mine.ancestors[:, :count, rest] = False
-        for column in (mine.depths, mine.draft_rows, mine.scores, mine.origins):
-            column[:, rest] = 0
-        self.origins.copy_(mine.origins.masked_fill(mine.depths == 0, -1))
 
 
 class Download(NamedTuple):

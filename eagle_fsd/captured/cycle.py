@@ -28,14 +28,13 @@ from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
-from ..drafting.join import join_drafts
+from ..drafting.join import packed
 from ..drafting.sizing import Plan
 from ..drafting.tree import ORIGINS
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
-from .buffers import BUCKET, Buffers, Download, first_nodes
+from .buffers import BUCKET, Buffers, Download
 from .capture import Pool
-from .join import packed, size_of
 from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
 
 log = logging.getLogger(__name__)
@@ -44,6 +43,7 @@ log = logging.getLogger(__name__)
 # many and 1 of the few in 84 ms, in which 3 of all would run. With fewer, or without waiting, there would be fewer
 # tokens in all.
 MANY = 3
+SMALLEST = 64  # copies of a row in a program; others take four times as many, or 16, ...
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 
 
@@ -239,7 +239,7 @@ class CapturedCycles:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             home = self._home(batch)
             try:
-                return self._step(home, settings, batch, rules, plan, copies)
+                return self._step(home, settings, batch, rules, copies)
             except BaseException:  # the buffers may be ahead of the host
                 home.clear()
                 raise
@@ -247,8 +247,7 @@ class CapturedCycles:
                 home.pool.close_bar()
 
     def _step(
-        self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], plan: Plan,
-        copies: Sequence[Copies | None],
+        self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], copies: Sequence[Copies | None]
     ) -> list[Walked] | None:
         requests, lengths = batch.requests, batch.cache.lengths
         read = [] if batch.drafter is None else batch.draft_cache.lengths
@@ -266,7 +265,7 @@ class CapturedCycles:
             return None
         nodes, path, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
-            nodes, path = buffers.most, self._join(home, buffers, copies, plan)
+            nodes, path = buffers.most, self._join(home, buffers, copies)
         walk = replace(settings.walk, joined=joined)
         if walk.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
@@ -306,14 +305,11 @@ class CapturedCycles:
         buffers.ahead = tables[1]
         return self._finish(buffers, batch, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
-    def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None], plan: Plan) -> int:
+    def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
         """Add copies to the trees; returns P, the steps of the longest path."""
-        size = size_of(copies)
-        if size is None or buffers.most > buffers.wide + size:  # on the host, which waits for the draft
-            wide = first_nodes(buffers.wide_tree, buffers.wide, buffers.config.depth, joined=False)
-            tree = join_drafts(wide, copies, plan)
-            buffers.store(tree)
-            return buffers.path_for(tree.max_depth + 1)
+        size = SMALLEST
+        while size < max(buffers.most - buffers.wide, *(len(row.tokens) if row else 0 for row in copies)):
+            size *= 4
         *columns, deepest = packed(copies, size)
         for buffer, values in zip(buffers.copies(size), columns, strict=True):
             buffers.upload(buffer, values)

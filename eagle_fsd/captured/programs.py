@@ -21,12 +21,12 @@ from ..decoding.processing import VerifiedTrees
 from ..drafting import growth
 from ..drafting.drafter import Drafter
 from ..drafting.growth import Unread, rerank
+from ..drafting.join import candidates_of
 from ..drafting.noise import Coupling
 from ..drafting.sizing import Plan
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
-from .join import join
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def join_copies(buffers: Buffers, size: int, path: int) -> None:
     """Copies, at most `size` in a row, join the trees, whose paths have at most P = `path` steps."""
     levels = buffers.config.depth
     wide = first_nodes(buffers.wide_tree, buffers.wide, levels, joined=False)
-    tree = join(wide, *buffers.copies(size), buffers.most, levels, path - 1)
+    tree = candidates_of(wide, *buffers.copies(size), levels, path - 1).best(buffers.most, path - 1)
     store_tree(buffers.tree, tree)
     buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
 
