@@ -306,7 +306,17 @@ def captured_times(
         return 1000 * statistics.median(seconds_of(all_rounds, device) for _ in range(3)) / rounds
 
     yield "cycle", several(partial(cycle.step, batch))
-    for name, program in captured.programs(batch).items():
+    home = captured.home(batch)
+    latest = {key[0]: program for key, program in home.pool.programs.items()}
+    before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
+    walk = latest["walk"]
+
+    def walk_again() -> None:
+        for lengths, saved in before:
+            lengths.copy_(saved)
+        walk()
+
+    for name, program in (latest | {"walk": walk_again}).items():
         yield name, several(program)
 
 

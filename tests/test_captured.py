@@ -538,11 +538,11 @@ def programs_of(pair, rows, draw, rule):
     options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     settings = settings_of(requests, [request.params.rule for request in requests], Plan(tree))
-    processors, walk = requests[0].params.processors, replace(settings.walk, budgeted=True, marked=True, joined=True)
-    return (partial(draft, buffers, target, drafter, settings.draft, processors, 32, buffers.path),
+    processors, walk = requests[0].params.processors, replace(settings, budgeted=True, marked=True)
+    return (partial(draft, buffers, target, drafter, settings, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),
-            partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path))
+            partial(walk_and_keep, buffers, target, walk, processors, buffers.most, buffers.path, True))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

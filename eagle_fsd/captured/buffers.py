@@ -59,10 +59,10 @@ class Buffers:
         # [R, T, F]; None: no drafter reads features.
         self.fed_features = self._new(dtype)(self.most, target.feature_size) if self.reads_features else None
         # Each row's request, see `Coupling` and `descend`.
-        numbers = self._new(torch.float64)
-        self.seeds, self.opening, self.closing = integers(), integers(), integers()
-        self.temperatures, self.weights = self._new(torch.float32)(), self._new(torch.float32)()
-        self.threshold, self.left = numbers(), numbers()
+        self.integers, self.numbers = integers(3), self._new(torch.float64)(2)
+        self.seeds, self.opening, self.closing = self.integers.unbind(1)
+        self.temperatures, self.threshold = self.numbers.unbind(1)
+        self.weights, self.left = self._new(torch.float32)(), self._new(torch.float64)()
         self.inside_marks, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)

@@ -10,9 +10,9 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -35,7 +35,7 @@ from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download
 from .capture import Pool
-from .programs import DraftSettings, WalkSettings, draft, join_copies, verify, walk_and_keep
+from .programs import Settings, draft, join_copies, verify, walk_and_keep
 
 log = logging.getLogger(__name__)
 # A captured cycle takes about half as long as another, however many rows it has (14.1 and 27.3 ms on an H100). Beside
@@ -53,17 +53,6 @@ class Walked(NamedTuple):
     steps: list[Step]
     origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
     levels: int  # drafted
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the programs of a cycle depend on besides their shapes."""
-
-    tree: TreeConfig | None  # None: decoding is plain
-    copying: bool
-    draft: DraftSettings
-    walk: WalkSettings
-    weights: list[float]  # of the target's noise in drafts, of each row
 
 
 class Home:
@@ -167,7 +156,8 @@ class CapturedCycles:
                 cache.keep_rows(range(rows))
             return caches
 
-    def _home(self, batch: Batch) -> Home:
+    def home(self, batch: Batch) -> Home:
+        """The home of a batch's caches."""
         with self._lock:
             home = next((known for known in self._homes if known.belongs_to(batch)), None)
             if home is None:
@@ -177,20 +167,6 @@ class CapturedCycles:
                 free = [known for known in apart if known.free]  # their memory may be needed
                 self._homes = [*(known for known in apart if known not in free[:-1]), home]
             return home
-
-    def programs(self, batch: Batch) -> dict[str, Callable[[], None]]:
-        """The programs of the last cycle of a batch, by name, to be timed any number of times."""
-        home = self._home(batch)
-        latest: dict[str, Callable[[], None]] = {key[0]: program for key, program in home.pool.programs.items()}
-        before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
-        walk = latest["walk"]
-
-        def walk_again() -> None:
-            for lengths, saved in before:
-                lengths.copy_(saved)
-            walk()
-
-        return latest | {"walk": walk_again}
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +213,7 @@ class CapturedCycles:
             return None
         device = self.target.output_device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            home = self._home(batch)
+            home = self.home(batch)
             try:
                 return self._step(home, settings, batch, rules, copies)
             except BaseException:  # the buffers may be ahead of the host
@@ -257,22 +233,21 @@ class CapturedCycles:
             home.check_weights()
             buffers = home.buffers_of(*key)
         bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(buffers, batch, lengths, read, settings.weights):
+        if bucket is None or not self._load(buffers, batch, lengths, read, rules):
             return None
         if settings.tree is None:
             return self._plain(home, buffers, settings, batch)
-        if buffers.ahead != settings.draft and not self._draft(home, buffers, settings, requests, read):
+        if buffers.ahead != settings and not self._draft(home, buffers, settings, requests, read):
             return None
         nodes, path, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
             nodes, path = buffers.most, self._join(home, buffers, copies)
-        walk = replace(settings.walk, joined=joined)
-        if walk.budgeted:
+        if settings.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
-        if walk.marked:
+        if settings.marked:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
-        download = self._verify(home, buffers, walk, requests, bucket, nodes, path)
+        download = self._verify(home, buffers, settings, requests, bucket, nodes, path, joined)
         buffers.fed, buffers.ahead = path, None
         self._draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
         table, *joined_origins = download.wait()  # the only wait
@@ -282,15 +257,15 @@ class CapturedCycles:
         return self._finish(buffers, batch, lengths, read, table, origins)
 
     def _verify(
-        self, home: Home, buffers: Buffers, walk: WalkSettings, requests: Sequence[Request], bucket: int, nodes: int,
-        path: int,
+        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], bucket: int, nodes: int,
+        path: int, joined: bool = False,
     ) -> Download:
         """Launch the target's forward and the walk."""
         processors = requests[0].params.processors
         home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
-        home.pool.run(("walk", buffers.key, walk, nodes, path),
-                      partial(walk_and_keep, buffers, self.target, walk, processors, nodes, path))
-        return buffers.download(buffers.table(path), *([buffers.origins] if walk.joined else []))
+        home.pool.run(("walk", buffers.key, settings, nodes, path, joined),
+                      partial(walk_and_keep, buffers, self.target, settings, processors, nodes, path, joined))
+        return buffers.download(buffers.table(path), *([buffers.origins] if joined else []))
 
     def _plain(
         self, home: Home, buffers: Buffers, settings: Settings, batch: Batch
@@ -300,7 +275,7 @@ class CapturedCycles:
         for ahead in range(2):
             bucket = buffers.bucket(max(lengths) + ahead + 1)
             if tables[ahead] is None and bucket is not None:
-                tables[ahead] = self._verify(home, buffers, settings.walk, requests, bucket, 1, 1)
+                tables[ahead] = self._verify(home, buffers, settings, requests, bucket, 1, 1)
             tables.append(None)
         buffers.ahead = tables[1]
         return self._finish(buffers, batch, lengths, [], *tables[0].wait(), [[None]] * len(requests))
@@ -318,10 +293,11 @@ class CapturedCycles:
         return path
 
     def _load(
-        self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int], weights: list[float]
+        self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int], rules: Sequence[Rule]
     ) -> bool:
         """Copy the rows into the buffers unless they are there. False: a row has too many unread tokens."""
         requests = batch.requests
+        weights = weights_of(requests, rules)
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
             buffers.known_weights, buffers.ahead = weights, None
@@ -331,14 +307,11 @@ class CapturedCycles:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
         elif not self._load_unread(buffers, batch, read):
             return False
-        marks = [request.params.within or (-1, -1) for request in requests]
-        for buffer, values in (
-            (buffers.lengths, lengths), (buffers.seeds, [request.params.seed for request in requests]),
-            (buffers.temperatures, [request.params.temperature for request in requests]),
-            (buffers.threshold, [request.params.rule.threshold for request in requests]),
-            (buffers.opening, [opening for opening, _ in marks]), (buffers.closing, [closing for _, closing in marks]),
-        ):
-            buffers.upload(buffer, values)
+        buffers.upload(buffers.lengths, lengths)
+        buffers.upload(buffers.integers, [
+            (request.params.seed, *(request.params.within or (-1, -1))) for request in requests])
+        buffers.upload(buffers.numbers, [
+            (request.params.temperature, request.params.rule.threshold) for request in requests])
         buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
         buffers.ahead = None
         return True
@@ -369,9 +342,9 @@ class CapturedCycles:
             return False
         processors = requests[0].params.processors
         home.pool.run(
-            ("draft", buffers.key, settings.draft, bucket, buffers.fed),
-            partial(draft, buffers, self.target, self.drafter, settings.draft, processors, bucket, buffers.fed))
-        buffers.ahead = settings.draft
+            ("draft", buffers.key, settings, bucket, buffers.fed),
+            partial(draft, buffers, self.target, self.drafter, settings, processors, bucket, buffers.fed))
+        buffers.ahead = settings
         return True
 
     def _finish(
@@ -425,17 +398,20 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
         return log_uncaptured("requests of different fuzzy rules in one batch")
     if not plan.drafts:  # no rule can choose
         own, rule = {EXACT}, EXACT
-    weights = [row.noise_weight(rule) if plan.drafts else 0.0 for row, rule in zip(params, rules, strict=True)]
+    weights = weights_of(requests, rules) if plan.drafts else [0.0]
     if any(weights) and not all(weights):
         return None
     key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
     fuzzy = [row for row in params if rule != EXACT]
-    walk = WalkSettings(rule, first.greedy, key, any(row.budget is not None for row in fuzzy),
-                        len(own) > 1 or any(row.within is not None for row in fuzzy), joined=False)
-    coupled = any(weights)
-    drafted = DraftSettings(coupled, not rule.is_lossless(first.greedy), key if coupled else ())
-    copying = plan.drafts and any(request.copying for request in requests)
-    return Settings(plan.tree if plan.drafts else None, copying, drafted, walk, weights)
+    return Settings(
+        plan.tree if plan.drafts else None, plan.drafts and any(request.copying for request in requests), rule,
+        first.greedy, key, any(weights), any(row.budget is not None for row in fuzzy),
+        len(own) > 1 or any(row.within is not None for row in fuzzy))
+
+
+def weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
+    """Weights of the target's noise in the drafts of each row."""
+    return [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
 
 
 def with_some_threshold(rule: Rule) -> Rule:

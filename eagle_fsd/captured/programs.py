@@ -19,6 +19,7 @@ from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
 from ..decoding.processing import VerifiedTrees
 from ..drafting import growth
+from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter
 from ..drafting.growth import Unread, rerank
 from ..drafting.join import candidates_of
@@ -30,40 +31,34 @@ from .buffers import Buffers, first_nodes, store_tree
 
 
 @dataclass(frozen=True)
-class DraftSettings:
-    """What a draft depends on besides its shapes.
+class Settings:
+    """What the programs of a cycle depend on besides their shapes.
 
     Args:
-        coupled: whether drafts are coupled to the target's draws. keeps_logits: whether the rule reads their logits.
-        processors: kinds and numbers of the warpers, if coupled.
-    """
-
-    coupled: bool
-    keeps_logits: bool
-    processors: tuple
-
-
-@dataclass(frozen=True)
-class WalkSettings:
-    """What a walk depends on besides its shapes.
-
-    Args:
+        tree: None: decoding is plain. copying: whether copies may join trees.
         rule: its threshold is ignored, unless it is lossless. processors: kinds and numbers of the warpers.
+        coupled: whether drafts are coupled to the target's draws.
         budgeted: whether a row has a budget. marked: whether the rule decides only in places: a row has marks between
             which it applies, or is exact.
-        joined: whether copies may be in the trees.
     """
 
+    tree: TreeConfig | None
+    copying: bool
     rule: Rule
     greedy: bool
     processors: tuple
+    coupled: bool
     budgeted: bool
     marked: bool
-    joined: bool
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule reads nothing of the draft."""
+        return self.rule.is_lossless(self.greedy)
 
 
 def draft(
-    buffers: Buffers, target: TargetModel, drafter: Drafter, settings: DraftSettings, warpers: LogitsProcessorList,
+    buffers: Buffers, target: TargetModel, drafter: Drafter, settings: Settings, warpers: LogitsProcessorList,
     bucket: int, unread: int,
 ) -> None:
     """The drafter reads the accepted tokens, of which there are at most `unread`, and grows and ranks the trees."""
@@ -73,14 +68,14 @@ def draft(
     coupling = None
     if settings.coupled:
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
-        coupling = Coupling(
-            buffers.seeds, buffers.lengths, buffers.temperatures, buffers.weights, [warpers] * buffers.rows, named)
+        coupling = Coupling(buffers.seeds, buffers.lengths, buffers.temperatures.float(), buffers.weights,
+                            [warpers] * buffers.rows, named)
     plan = Plan(buffers.config)
     scored, logits = growth.draft(drafter, target, fed, cache, plan, coupling)
     store_tree(buffers.tree, rerank(scored, plan))
     if buffers.wide:
         store_tree(buffers.wide_tree, rerank(scored, plan, buffers.wide))
-    if settings.keeps_logits:
+    if not settings.lossless:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
             mine.copy_(level)
 
@@ -103,15 +98,18 @@ def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> No
 
 
 def walk_and_keep(
-    buffers: Buffers, target: TargetModel, settings: WalkSettings, processors: LogitsProcessorList, nodes: int,
-    path: int,
+    buffers: Buffers, target: TargetModel, settings: Settings, processors: LogitsProcessorList, nodes: int, path: int,
+    joined: bool,
 ) -> None:
     """Walk down the trees, keep the paths in the target's cache, and feed them to the drafter's next read. The table
-    gets a line for each of the P = `path` steps."""
+    gets a line for each of the P = `path` steps.
+
+    Args:
+        joined: whether copies may be in the trees.
+    """
     features, lengths = buffers.features[:, :nodes], buffers.lengths
-    tree = first_nodes(buffers.tree, nodes, path - 1, joined=settings.joined)
-    lossless = settings.rule.is_lossless(settings.greedy)
-    verified = VerifiedTrees(tree, target.logits(features), () if lossless else buffers.draft_logits(),
+    tree = first_nodes(buffers.tree, nodes, path - 1, joined=joined)
+    verified = VerifiedTrees(tree, target.logits(features), () if settings.lossless else buffers.draft_logits(),
                              buffers.draft_tokens, settings.greedy, buffers.seeds, lengths, processors)
     left, within, fuzzy = buffers.left if settings.budgeted else None, None, buffers.fuzzy
     if settings.marked:
