@@ -14,8 +14,8 @@ from torch import nn
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, load_head, save_head
 from eagle_fsd.decoding.batch import Session
-from eagle_fsd.drafting.join import join_drafts
 from eagle_fsd.drafting.language_model import DraftModel
+from eagle_fsd.drafting.tree import join_drafts
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.check import TreeCheck

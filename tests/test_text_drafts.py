@@ -36,10 +36,9 @@ from eagle_fsd.drafting.copies import (
     TextIndex,
     TextSource,
 )
-from eagle_fsd.drafting.join import candidates_of, join_drafts, packed
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Drafting, Plan, Prices
-from eagle_fsd.drafting.tree import root_only
+from eagle_fsd.drafting.tree import candidates_of, join_drafts, packed, root_only
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.loading.pair import EagleModel
 

@@ -28,9 +28,8 @@ from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
-from ..drafting.join import packed
 from ..drafting.sizing import Plan
-from ..drafting.tree import ORIGINS
+from ..drafting.tree import ORIGINS, packed
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download

@@ -22,9 +22,9 @@ from ..drafting import growth
 from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter
 from ..drafting.growth import Unread, rerank
-from ..drafting.join import candidates_of
 from ..drafting.noise import Coupling
 from ..drafting.sizing import Plan
+from ..drafting.tree import candidates_of
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree

@@ -18,9 +18,8 @@ from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
 from ..drafting.copies import MOST_NODES, Copies
 from ..drafting.growth import draft, rerank
-from ..drafting.join import join_drafts
 from ..drafting.sizing import Plan
-from ..drafting.tree import DraftTree, root_only
+from ..drafting.tree import DraftTree, join_drafts, root_only
 from .batch import Batch
 from .output import Receipt
 from .processing import VerifiedTrees, couple
