@@ -173,7 +173,7 @@ def decode_requests(
         parked, session.row = session.row, None
     for numbers in model.target.batches([len(request.prompt) for request in requests]):
         group = [requests[number] for number in numbers]
-        speculative = group[0].params.speculative  # in all, as what the drafting policy reads
+        speculative = group[0].options.speculative  # in all, as what the drafting policy reads
         drafter = model.draft if speculative or session is not None else None  # a session's next call may draft
         batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked, captured=model.captured)
         batch.observe = observe

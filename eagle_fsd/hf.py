@@ -126,12 +126,12 @@ def custom_generate(
         if options.stop_token_ids and least > 0:  # `generate` knows its own end tokens only
             logits_processor = [MinNewTokensLengthLogitsProcessor(
                 input_ids.shape[1], least, list(options.stop_token_ids), input_ids.device), *(logits_processor or [])]
-        own = [{"processors": processors_of_row(logits_processor or [], number), "eos_ids": eos_ids,
-                "criteria": criteria_of_row(criteria, number, len(prompts)),
-                "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
+        prepared = [{"processors": processors_of_row(logits_processor or [], number), "eos_ids": eos_ids,
+                     "criteria": criteria_of_row(criteria, number, len(prompts)),
+                     "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
         if options.seed is None:  # torch's global generator decides, as in model.generate
-            own = [{**fields, "seed": int(torch.randint(2**62, ()))} for fields in own]
-        requests = make_requests(pair, prompts, options, own=own)
+            prepared = [{**fields, "seed": int(torch.randint(2**62, ()))} for fields in prepared]
+        requests = make_requests(pair, prompts, options, prepared=prepared)
         if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
         answers = decode_requests(pair, requests, streamer=streamer)

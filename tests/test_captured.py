@@ -38,7 +38,7 @@ from eagle_fsd.captured.cycle import CapturedCycles, log_uncaptured, settings_of
 from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.inputs.requests import make_requests
@@ -261,7 +261,7 @@ def test_few_requests_that_cannot_be_captured_leave_the_others_captured(kind, op
 
     def step(batch, *args):
         walked = spy(batch, *args)
-        rows.append((walked is not None, [request.params.seed for request in batch.requests]))
+        rows.append((walked is not None, [request.seed for request in batch.requests]))
         return walked
 
     pair.captured.step = step
@@ -374,7 +374,7 @@ def test_the_recorded_runs(setting):
     for prompt in json.loads((ORACLE / "expected.json").read_text())["prompts"]:
         run = prompt["runs"][setting]
         plan = Plan(TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
-        asked = Request(prompt["prompt_ids"], RequestParams(max_new_tokens=200))
+        asked = Request(prompt["prompt_ids"], GenerateOptions(), max_new_tokens=200)
         batch = Batch(pair.target, pair.draft, [asked], Drafting(lambda _, plan=plan: plan), captured=captured)
         prefill(batch)
         for _ in run["accept_lengths"]:
@@ -537,8 +537,8 @@ def programs_of(pair, rows, draw, rule):
     buffers = Buffers(target, drafter, storages, tree, True)
     options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
-    settings = settings_of(requests, [request.params.rule for request in requests], Plan(tree))
-    processors, walk = requests[0].params.processors, replace(settings, budgeted=True, marked=True)
+    settings = settings_of(requests, [request.rule for request in requests], Plan(tree))
+    processors, walk = requests[0].processors, replace(settings, budgeted=True, marked=True)
     return (partial(draft, buffers, target, drafter, settings, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),
             partial(verify, buffers, target, 32, buffers.most),

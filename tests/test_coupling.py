@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
-from eagle_fsd.decoding.request import RequestParams
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import Copies
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_at, gumbel_noise
@@ -173,7 +173,7 @@ def test_copies_are_scored_by_their_noise():
 
 def uncoupled(monkeypatch, call):
     with monkeypatch.context() as patched:
-        patched.setattr(RequestParams, "noise_weight", lambda self, rule: 0.0)
+        patched.setattr(Request, "noise_weight", lambda self, rule: 0.0)
         return call()
 
 

@@ -20,7 +20,7 @@ from eagle_fsd.cli import main
 from eagle_fsd.decoding import batch as batches
 from eagle_fsd.decoding import cycle, timing
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import read_prompt
@@ -138,7 +138,8 @@ def test_keys_of_accepted_nodes_are_kept():
     those of the last level, and copies."""
     target = tiny_target()
     pair = EagleModel.from_parts(target, target)
-    requests = [Request(prompt, RequestParams(max_new_tokens=40), text_source=TextSource(prompt, TextDrafts()))
+    requests = [Request(prompt, eagle_fsd.GenerateOptions(), max_new_tokens=40,
+                        text_source=TextSource(prompt, TextDrafts()))
                 for prompt in (PROMPT, PROMPT[1:] * 2, PROMPT[2:])]
     batch = Batch(pair.target, pair.draft, requests, Drafting(lambda _: Plan(TreeConfig(9, 4, 2))))
     prefill(batch)

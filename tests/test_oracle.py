@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.drafting.tree import DraftTree
 
@@ -29,7 +29,7 @@ def decode(pair: eagle_fsd.EagleModel, prompt: list[int], run: dict) -> tuple[Re
     """As many cycles as the recorded run has, with its tree: the request, and the tree of each cycle."""
     trees = []
     plan = Plan(eagle_fsd.TreeConfig(run["total_token"], run["depth"] + 1, run["top_k"]))
-    request = Request(prompt, RequestParams(max_new_tokens=200))
+    request = Request(prompt, eagle_fsd.GenerateOptions(), max_new_tokens=200)
     batch = Batch(pair.target, pair.draft, [request], Drafting(lambda _: plan))
     batch.observe = lambda tree, *_: trees.append(tree)
     prefill(batch)

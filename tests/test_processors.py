@@ -26,9 +26,9 @@ from transformers.generation.logits_process import (
 )
 
 import eagle_fsd
-from eagle_fsd import RULES, TreeConfig, make_rule
+from eagle_fsd import RULES, GenerateOptions, TreeConfig, make_rule
 from eagle_fsd.decoding.processing import TopP, VerifiedTrees, check_processors
-from eagle_fsd.decoding.request import Request, RequestParams
+from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.tree import root_only
 
 NEW = 24
@@ -162,7 +162,8 @@ class LastToken(TemperatureLogitsWarper):
 
 
 def request(processors):
-    return Request([*CONTEXT, 1], RequestParams(max_new_tokens=9, processors=LogitsProcessorList(processors)))
+    return Request([*CONTEXT, 1], GenerateOptions(), max_new_tokens=9,
+                   processors=LogitsProcessorList(processors))
 
 
 @pytest.mark.parametrize("processors", [

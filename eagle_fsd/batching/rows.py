@@ -145,7 +145,7 @@ class Rows:
         needed, most = request.positions, self.positions - self.nodes
         if needed > most:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens="
-                             f"{request.params.max_new_tokens} need {needed} positions, but the engine has room for "
+                             f"{request.max_new_tokens} need {needed} positions, but the engine has room for "
                              f"{most}")
 
     def share(self, length: int) -> int:

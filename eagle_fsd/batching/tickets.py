@@ -57,7 +57,7 @@ class Ticket:
     """
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]) -> None:
-        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.params.seed, False
+        self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None

@@ -260,7 +260,7 @@ class CapturedCycles:
         path: int, joined: bool = False,
     ) -> Download:
         """Launch the target's forward and the walk."""
-        processors = requests[0].params.processors
+        processors = requests[0].processors
         home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
         home.pool.run(("walk", buffers.key, settings, nodes, path, joined),
                       partial(walk_and_keep, buffers, self.target, settings, processors, nodes, path, joined))
@@ -308,9 +308,9 @@ class CapturedCycles:
             return False
         buffers.upload(buffers.lengths, lengths)
         buffers.upload(buffers.integers, [
-            (request.params.seed, *(request.params.within or (-1, -1))) for request in requests])
+            (request.seed, *(request.marks or (-1, -1))) for request in requests])
         buffers.upload(buffers.numbers, [
-            (request.params.temperature, request.params.rule.threshold) for request in requests])
+            (request.options.temperature, request.rule.threshold) for request in requests])
         buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
         buffers.ahead = None
         return True
@@ -339,7 +339,7 @@ class CapturedCycles:
         bucket = buffers.draft_bucket(read)
         if bucket is None:
             return False
-        processors = requests[0].params.processors
+        processors = requests[0].processors
         home.pool.run(
             ("draft", buffers.key, settings, bucket, buffers.fed),
             partial(draft, buffers, self.target, self.drafter, settings, processors, bucket, buffers.fed))
@@ -370,12 +370,11 @@ def obstacle(request: Request, rule: Rule, drafting: bool) -> str | None:
     Args:
         rule: of the cycle. drafting: whether other rows have drafts.
     """
-    params = request.params
-    if params.top_logprobs:
+    if request.options.top_logprobs:
         return "top_logprobs"
-    if drafting and not params.speculative:
+    if drafting and not request.options.speculative:
         return "speculative=False beside requests with drafts"
-    own = (type(processor).__name__ for processor in params.processors if type(processor) not in CAPTURABLE)
+    own = (type(processor).__name__ for processor in request.processors if type(processor) not in CAPTURABLE)
     return next(own, None if type(rule) in RULES.values() else f"the rule {type(rule).__name__}")
 
 
@@ -386,10 +385,10 @@ def log_uncaptured(what: str) -> None:
 
 def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
     """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
-    first, params = requests[0].params, [request.params for request in requests]
+    first, greedy = requests[0], requests[0].options.greedy
     if plan.prices is not None or any(obstacle(*row, plan.drafts) for row in zip(requests, rules, strict=True)):
         return None
-    if not share_processors(requests) or any(row.greedy != first.greedy for row in params):
+    if not share_processors(requests) or any(row.options.greedy != greedy for row in requests):
         return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
     own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
@@ -401,16 +400,16 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     if any(weights) and not all(weights):
         return None
     key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
-    fuzzy = [row for row in params if rule != EXACT]
+    fuzzy = [row for row in requests if rule != EXACT]
     return Settings(
         plan.tree if plan.drafts else None, plan.drafts and any(request.copying for request in requests), rule,
-        first.greedy, key, any(weights), any(row.budget is not None for row in fuzzy),
-        len(own) > 1 or any(row.within is not None for row in fuzzy))
+        greedy, key, any(weights), any(row.options.budget is not None for row in fuzzy),
+        len(own) > 1 or any(row.marks is not None for row in fuzzy))
 
 
 def weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
     """Weights of the target's noise in the drafts of each row."""
-    return [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    return [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
 
 
 def with_some_threshold(rule: Rule) -> Rule:

@@ -113,7 +113,7 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     if plan.drafts and batch.observe is not None:
         batch.observe(tree, draft_logits, paths)
     for request in requests:
-        request.stats.draft_forwards += len(draft_logits) if request.params.speculative else 0
+        request.stats.draft_forwards += len(draft_logits) if request.options.speculative else 0
     return [request.append(emission) for request, emission in zip(requests, emissions, strict=True)]
 
 
@@ -143,7 +143,7 @@ def draft_trees(
                                          for number, length in enumerate(batch.draft_cache.lengths)]
             tree = tree.without_drafts(ended)
     tree = join_drafts(tree, copies, plan) if any(copies) else tree
-    plain = [number for number, request in enumerate(requests) if not request.params.speculative]
+    plain = [number for number, request in enumerate(requests) if not request.options.speculative]
     return tree.without_drafts(plain) if plain else tree, logits
 
 
@@ -151,7 +151,7 @@ def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[i
     """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
     requests, groups = verified.requests, []  # of rows
     for number, request in enumerate(requests):
-        same = [rows for rows in groups if requests[rows[0]].params.greedy == request.params.greedy
+        same = [rows for rows in groups if requests[rows[0]].options.greedy == request.options.greedy
                 and _differ_in_threshold_only(rules[rows[0]], rules[number])]
         if same:
             same[0].append(number)
@@ -168,7 +168,7 @@ def _walk(rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission
     """The accepted path and the emission of each of the requests, which share a rule. If a user's rule fails, only
     those requests get its error for which it also fails alone."""
     requests, errors = verified.requests, verified.errors
-    top = max(request.params.top_logprobs for request in requests)
+    top = min(max(request.options.top_logprobs for request in requests), verified.raw.shape[-1])
     try:
         walks = walk(rule, verified, *_limits(requests, verified.raw.device), top)
     except Exception as error:
@@ -194,11 +194,11 @@ def _limits(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, 
 
     left = within = None
     # Not the current rule's: that rule is either this one or `exact`, which reads no threshold.
-    threshold = per_row([request.params.rule.threshold for request in requests])
-    if any(request.params.budget is not None for request in requests):
+    threshold = per_row([request.rule.threshold for request in requests])
+    if any(request.options.budget is not None for request in requests):
         left = per_row([request.remaining_budget for request in requests])
-    if any(request.params.within is not None for request in requests):
-        marks = [(request.inside_marks, *(request.params.within or (-1, -1))) for request in requests]
+    if any(request.marks is not None for request in requests):
+        marks = [(request.inside_marks, *(request.marks or (-1, -1))) for request in requests]
         inside_marks, opening, closing = torch.tensor(marks, device=device).unbind(1)
         within = Within(inside_marks.bool(), opening, closing)
     return threshold, left, within
@@ -223,7 +223,7 @@ def emission_of(steps: Sequence[Step], origins: Sequence[str | None], request: R
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
                 request.exact_because or ("budget" if step.closed else None), drafter,
-                (step.top or ())[: request.params.top_logprobs])
+                (step.top or ())[: request.options.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]
     return Emission(receipts, [step.logit for step in steps], proposed=Counter(filter(None, origins)))

@@ -231,9 +231,9 @@ class VerifiedTrees:
         draft_logits: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
     ) -> VerifiedTrees:
         """Those of requests."""
-        seeds = [request.params.seed for request in requests]
-        processors = requests[0].params.processors if share_processors(requests) else None
-        return cls(tree, raw, draft_logits, draft_tokens, requests[0].params.greedy,
+        seeds = [request.seed for request in requests]
+        processors = requests[0].processors if share_processors(requests) else None
+        return cls(tree, raw, draft_logits, draft_tokens, requests[0].options.greedy,
                    *torch.tensor([seeds, lengths], device=raw.device), processors, requests)
 
     def take(self, rows: Sequence[int]) -> VerifiedTrees:
@@ -244,8 +244,8 @@ class VerifiedTrees:
         return replace(
             self, tree=self.tree.select(rows), raw=self.raw[rows], draft_logits=[level[rows] for level in
             self.draft_logits], seeds=self.seeds[rows], lengths=self.lengths[rows], requests=requests, errors={},
-            greedy=requests[0].params.greedy,
-            processors=requests[0].params.processors if share_processors(requests) else None)
+            greedy=requests[0].options.greedy,
+            processors=requests[0].processors if share_processors(requests) else None)
 
     def noise(self, depth: int) -> Tensor | None:
         """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
@@ -260,14 +260,14 @@ class VerifiedTrees:
         warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
         for row in going.nonzero()[:, 0].tolist():
             request = self.requests[row]
-            if row in self.errors or not request.params.processors:
+            if row in self.errors or not request.processors:
                 continue
             try:
                 if request.complete_with(paths[row, 1:].tolist()):
                     continue
                 before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
                 context = torch.cat([before, paths[row, None]], 1)
-                warped[row] = _processed(request.params.processors, context, raw[row, None].clone())[0]
+                warped[row] = _processed(request.processors, context, raw[row, None].clone())[0]
             except Exception as error:
                 self.errors[row] = error
         return warped
@@ -281,26 +281,26 @@ def couple(
     device: torch.device,
 ) -> Coupling | None:
     """Couples drafts to the target's draws; None: no row is coupled."""
-    weights = [request.params.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
     if not any(weights):
         return None
-    own = [LogitsProcessorList(processor for processor in request.params.processors if type(processor) in WARPERS)
+    own = [LogitsProcessorList(processor for processor in request.processors if type(processor) in WARPERS)
            for request in requests]
     if share_processors(requests):
         own = own[:1] * len(own)
-    seeds, positions = torch.tensor([[request.params.seed for request in requests], list(lengths)], device=device)
+    seeds, positions = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
     temperatures, scales = torch.tensor(
-        [[request.params.temperature for request in requests], weights], dtype=torch.float32, device=device)
+        [[request.options.temperature for request in requests], weights], dtype=torch.float32, device=device)
     return Coupling(seeds, positions, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
 def share_processors(requests: Sequence[Request]) -> bool:
     """Whether one call serves all rows."""
-    if not any(request.params.processors for request in requests):
+    if not any(request.processors for request in requests):
         return True
-    key = requests[0].params.processors_key
-    return key is not None and all(request.params.processors_key == key for request in requests)
+    key = requests[0].processors_key
+    return key is not None and all(request.processors_key == key for request in requests)
 
 
 def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:

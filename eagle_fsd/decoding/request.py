@@ -1,11 +1,11 @@
-"""One request: its parameters, the text so far, and the answer in it."""
+"""One request: what its options come to, the text so far, and the answer in it."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..acceptance import Rule, make_rule
-from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextSource
 from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
@@ -25,53 +24,6 @@ from .output import Output, Receipt, Stats
 EXACT = make_rule("exact")
 # A text repeats itself if it ends in REPETITIONS repetitions of a span, with at least REPEATED_TOKENS tokens in total.
 REPETITIONS, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RequestParams:
-    """What the options of a request come to for its prompt and model: constant. See `GenerateOptions`.
-
-    Args:
-        budget: total regret of fuzzy tokens in nats; None: no limit.
-        processors: logits processors, warpers included.
-        processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
-            an equal key. None: each row has calls of its own.
-        eos_ids, stop_ids: tokens that end the answer.
-        criteria: stopping criteria of `transformers`; they see the whole text.
-        padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
-        speculative: whether drafts are used.
-        tree: its own draft tree; None: that of the model or the engine. The rows of an engine share one, see
-            `Engine.submit`.
-        top_logprobs: number of the target's best tokens in each receipt.
-        within: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
-        followed: fields of the model's generation config that the request follows, see `Output`.
-    """
-
-    max_new_tokens: int
-    rule: Rule = EXACT
-    temperature: float = GenerateOptions.temperature
-    seed: int = 0
-    budget: float | None = GenerateOptions.budget
-    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    processors_key: object = None
-    eos_ids: frozenset[int] = frozenset()
-    stop_ids: frozenset[int] = frozenset()
-    criteria: Sequence[Callable] = ()
-    padding: Sequence[int] = ()
-    speculative: bool = GenerateOptions.speculative
-    tree: TreeConfig | None = GenerateOptions.tree
-    top_logprobs: int = GenerateOptions.top_logprobs
-    within: tuple[int, int] | None = None
-    followed: Mapping[str, object] = field(default_factory=dict)
-
-    greedy, lossless = GenerateOptions.greedy, GenerateOptions.lossless  # of `rule` and `temperature`
-
-    def noise_weight(self, rule: Rule) -> float:
-        """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
-        probable tokens, for a rule that depends on the probabilities of the children and not only on the draw."""
-        if self.greedy:
-            return 0.0
-        return EXACT.noise_weight if rule.is_lossless(self.greedy) else rule.noise_weight
 
 
 class Emission(NamedTuple):
@@ -87,45 +39,82 @@ class Emission(NamedTuple):
         return [receipt.token for receipt in self.receipts]
 
 
+@dataclass(eq=False)
 class Request:
-    """The state of one request.
+    """A prompt with its options, what these come to for the prompt and the model, and the state of the answer.
 
     Args:
         prompt: token ids.
+        options: as they were given, the same for all prompts of a call.
+        max_new_tokens: that of the options, lowered to the positions after the prompt.
+        processors: logits processors, warpers included.
+        processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
+            an equal key. None: each row has calls of its own.
+        eos_ids, stop_ids: tokens that end the answer.
         stop_strings: the answer ends when one of them is complete.
+        criteria: stopping criteria of `transformers`; they see the whole text.
+        padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
+        marks: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
         text_source: drafts copied from the text; None: no copies.
         grammar: drafts the tokens that it forces; it is one of the processors as well.
+        followed: fields of the model's generation config that the request follows, see `Output`.
+
+    Attributes:
+        rule: that of the options, unless nothing is drafted.
+        tokens: the text: prompt and all emitted tokens, like the caches also those after the end of the answer. While
+            decoding, the last one is the root.
+        weights: `weights_key` of both models when it began.
+        receipts: of the answer's tokens.
+        reason: why the answer ended, possibly "error" or "cancelled"; None: it has not.
+        exact_because: why the rule no longer applies: "budget" or "repetition".
+        spent: regret of the answer's fuzzy tokens, in nats.
+        inside_marks: whether the rule decides the next token.
     """
 
-    def __init__(
-        self, prompt: Sequence[int], params: RequestParams, *, stop_strings: StopStrings | None = None,
-        text_source: TextSource | None = None, grammar: Grammar | None = None,
-    ) -> None:
-        self.prompt, self.params = list(prompt), params
-        self.stop_strings, self.text_source, self.grammar = stop_strings, text_source, grammar
-        # The text: prompt and all emitted tokens, like the caches also those after the end of the answer.
-        self.tokens = list(prompt)  # while decoding, the last one is the root
-        self.weights: tuple | None = None  # of both models, see `begin`
-        # The answer.
+    prompt: list[int]
+    options: GenerateOptions
+    _: KW_ONLY
+    max_new_tokens: int
+    seed: int = 0
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    processors_key: object = None
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: StopStrings | None = None
+    criteria: Sequence[Callable] = ()
+    padding: Sequence[int] = ()
+    marks: tuple[int, int] | None = None
+    text_source: TextSource | None = None
+    grammar: Grammar | None = None
+    followed: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rule: Rule = self.options.rule if self.options.speculative else EXACT
+        self.tokens = list(self.prompt)
+        self.weights: tuple | None = None
         self.receipts: list[Receipt] = []
-        self.reason: str | None = None  # why it ended, possibly "error" or "cancelled"; None: it has not
+        self.reason: str | None = None
         self.error: BaseException | None = None
         self.stats = Stats()
+        self.exact_because: str | None = None
+        self.spent = 0.0
+        self.inside_marks = self.marks is None
         self._started: float | None = None  # seconds of a clock
         self._stopped: list[bool] = []  # whether a stop string or criterion is met after each token, see `_stops_at`
         self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
-        # Whether the rule applies.
-        self.exact_because: str | None = None  # why it no longer does: "budget" or "repetition"
-        self.spent = 0.0  # regret of the answer's fuzzy tokens, in nats
-        self.inside_marks = params.within is None  # whether the rule decides the next token
-        self._pass_marks(prompt)
-        if params.budget == 0 and not params.lossless:
-            self._close("budget", 0)
+        self._pass_marks(self.prompt)
+        if self.options.budget == 0 and not self.lossless:
+            self._use_exact("budget", 0)
 
     @property
     def positions(self) -> int:
         """Of the longest text that it can become."""
-        return len(self.prompt) + self.params.max_new_tokens
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the target alone would generate the same text."""
+        return self.rule.is_lossless(self.options.greedy)
 
     def begin(self, target: TargetModel, weights: tuple) -> None:
         """Start the clock and allocate, right before the prefill.
@@ -135,45 +124,52 @@ class Request:
         """
         self._started, self.weights = time.perf_counter(), weights
         self.stats.computed_by = target.computed_by
-        if self.params.criteria:
-            room = [0] * self.params.max_new_tokens
-            self._text = torch.tensor([[*self.params.padding, *self.prompt, *room]], device=target.device)
+        if self.criteria:
+            text = [*self.padding, *self.prompt, *[0] * self.max_new_tokens]
+            self._text = torch.tensor([text], device=target.device)
 
     # For a cycle ------------------------------------------------------------------------------------------------
 
     @property
     def context(self) -> list[int]:
         """The tokens before the root, as processors see them."""
-        return [*self.params.padding, *self.tokens[:-1]]
+        return [*self.padding, *self.tokens[:-1]]
 
     def current_rule(self) -> Rule:
         """The rule of the next cycle: `exact` once the budget is spent or the text repeats itself."""
-        if self.params.lossless:
+        if self.lossless:
             return EXACT
-        if self.exact_because is None and self.params.budget is not None and repeats(self.tokens[len(self.prompt) :]):
-            self._close("repetition", len(self.receipts))
-        return EXACT if self.exact_because else self.params.rule
+        if self.exact_because is None and self.options.budget is not None and repeats(self.tokens[len(self.prompt) :]):
+            self._use_exact("repetition", len(self.receipts))
+        return EXACT if self.exact_because else self.rule
+
+    def noise_weight(self, rule: Rule) -> float:
+        """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
+        probable tokens, for a rule that depends on the probabilities of the children and not only on the draw."""
+        if self.options.greedy:
+            return 0.0
+        return (EXACT if rule.is_lossless(greedy=False) else rule).noise_weight
 
     @property
     def remaining_budget(self) -> float:
-        """The remaining budget in nats."""
-        return math.inf if self.params.budget is None else max(0.0, self.params.budget - self.spent)
+        """In nats."""
+        return math.inf if self.options.budget is None else max(0.0, self.options.budget - self.spent)
 
     @property
     def copying(self) -> bool:
         """Whether drafts may come from the text or a grammar."""
-        return self.params.speculative and (self.text_source is not None or self.grammar is not None)
+        return self.options.speculative and (self.text_source is not None or self.grammar is not None)
 
     def draft_copies(self, rule: Rule) -> Copies | None:
         """Drafts from the text or the grammar, for a cycle with this rule."""
         if not self.copying:
             return None
         forced = None if self.grammar is None else self.grammar.forced(self.answer)
-        room = self.params.max_new_tokens - len(self.receipts) - 1
-        copies = forced if self.text_source is None else self.text_source.propose(forced, room)
-        if copies is None or not self.params.noise_weight(rule):
+        left = self.max_new_tokens - len(self.receipts) - 1
+        copies = forced if self.text_source is None else self.text_source.propose(forced, left)
+        if copies is None or not self.noise_weight(rule):
             return copies
-        return couple_copies(copies, self.params.seed, len(self.tokens) - 1)
+        return couple_copies(copies, self.seed, len(self.tokens) - 1)
 
     # The answer -------------------------------------------------------------------------------------------------
 
@@ -237,21 +233,21 @@ class Request:
         self.spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
         rejected = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
         if rejected is not None and self.exact_because is None:
-            self._close("budget", rejected)
+            self._use_exact("budget", rejected)
 
     def _reason_after(self, token: int) -> str | None:
         """Why the answer ends after this token, its last one; None: it does not."""
-        if token in self.params.eos_ids:
+        if token in self.eos_ids:
             return "eos"
-        if token in self.params.stop_ids or self._stops_at(token, len(self.receipts)):
+        if token in self.stop_ids or self._stops_at(token, len(self.receipts)):
             return "stop"
-        return "length" if len(self.receipts) == self.params.max_new_tokens else None
+        return "length" if len(self.receipts) == self.max_new_tokens else None
 
     def complete_with(self, tokens: Sequence[int]) -> bool:
         """Whether the answer ends within these next tokens: then no processor is called for a token after them."""
         count = len(self.receipts)
-        if count + len(tokens) >= self.params.max_new_tokens or any(
-                token in self.params.eos_ids or token in self.params.stop_ids for token in tokens):
+        if count + len(tokens) >= self.max_new_tokens or any(
+                token in self.eos_ids or token in self.stop_ids for token in tokens):
             return True
         return any(self._stops_at(token, at) for at, token in enumerate(tokens, count + 1))
 
@@ -269,11 +265,11 @@ class Request:
         Raises:
             TypeError: a criterion returned neither a bool nor a tensor of one.
         """
-        if not self.params.criteria:
+        if not self.criteria:
             return False
-        end = len(self.params.padding) + len(self.prompt) + count
+        end = len(self.padding) + len(self.prompt) + count
         self._text[0, end - 1] = token
-        for criterion in self.params.criteria:
+        for criterion in self.criteria:
             met = criterion(self._text[:, :end], None)
             if not (isinstance(met, bool) or isinstance(met, Tensor) and met.numel() == 1):
                 raise TypeError(f"a stopping criterion must return a bool or a tensor of one, got {met!r}")
@@ -283,12 +279,12 @@ class Request:
 
     def _pass_marks(self, tokens: Sequence[int]) -> None:
         """Update `inside_marks` after these tokens, as `Within.after` does in a walk."""
-        if self.params.within is not None:
-            opening, closing = self.params.within
+        if self.marks is not None:
+            opening, closing = self.marks
             for token in tokens:
                 self.inside_marks = (self.inside_marks or token == opening) and token != closing
 
-    def _close(self, why: str, at: int) -> None:
+    def _use_exact(self, why: str, at: int) -> None:
         """Use the exact rule from now on, that is after `at` new tokens."""
         self.exact_because = why
         self.stats.exact_from, self.stats.exact_because = at, why
@@ -304,9 +300,9 @@ class Request:
     def output(self) -> Output:
         """The result, once the answer has ended."""
         assert self.reason is not None
-        self.stats.budget_spent = None if self.params.budget is None else self.spent
-        return Output(self.answer, self.reason, self.params.seed, self.stats, self.receipts,
-                      generation_config=self.params.followed)
+        self.stats.budget_spent = None if self.options.budget is None else self.spent
+        return Output(self.answer, self.reason, self.seed, self.stats, self.receipts,
+                      generation_config=self.followed)
 
 
 def repeats(tokens: Sequence[int]) -> bool:

@@ -25,10 +25,11 @@ from ..models.digest import config_digest
 from ..models.kernels import processor_name
 from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
+from ..options.generate import GenerateOptions
 from ..utils.version import code_version
 from . import cycle
 from .batch import Batch
-from .request import Request, RequestParams
+from .request import Request
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -46,7 +47,7 @@ def greedy_batch(
     target: TargetModel, drafter: Drafter | None, prompts: Sequence[Sequence[int]], plan: Plan, max_new_tokens: int,
 ) -> Batch:
     """A batch of greedy, lossless requests with this largest plan."""
-    requests = [Request(prompt, RequestParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
+    requests = [Request(prompt, GenerateOptions(), max_new_tokens=max_new_tokens) for prompt in prompts]
     return Batch(target, drafter, requests, Drafting(lambda _: plan))
 
 

@@ -6,14 +6,13 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from transformers import LogitsProcessor
 
-from ..acceptance import FuzzyRule, Rule
+from ..acceptance import FuzzyRule
 from ..decoding.grammar import Grammar
 from ..decoding.processing import followed_fields, is_context_free, processors_of_model, with_own_processors
-from ..decoding.request import EXACT, Request, RequestParams
+from ..decoding.request import Request
 from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions, as_list
@@ -25,14 +24,14 @@ from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
 def make_requests(
     model: EagleModel, prompts: Sequence[Sequence[int]], options: GenerateOptions,
     logits_processor: Sequence[LogitsProcessor] | None = None, stopping_criteria: Sequence[Callable] | None = None,
-    own: Sequence[Mapping[str, object]] | None = None,
+    prepared: Sequence[Mapping[str, object]] | None = None,
 ) -> list[Request]:
     """One request for each prompt.
 
     Args:
         prompts: token ids.
-        own: for each prompt, fields of `RequestParams` that override those from the options: `processors` as
-            `model.generate` made them, `eos_ids`, and others. They follow the generation config already.
+        prepared: for each prompt, fields of `Request` that `model.generate` has made of its own options and of the
+            model's generation config: `processors`, `eos_ids` and others.
 
     Raises:
         ValueError, TypeError: options that do not suit this pair or these prompts.
@@ -40,15 +39,14 @@ def make_requests(
     check_functions("stopping_criteria", stopping_criteria)
     if options.tree is not None:
         model.check_tree(options.tree)
-    rule = options.rule if options.speculative else EXACT
-    warn_about_threshold(rule, model, options)
+    warn_about_threshold(model, options)
     warn_without_effect(model, options)
-    target = model.target.model
-    followed = {} if own is not None else followed_fields(target, options)
+    target, tokenizer = model.target, model.tokenizer
+    followed = followed_fields(target.model, options) if prepared is None else {}
     strings = options.stop_strings or as_list(followed.get("stop_strings"))
-    marks = [mark for mark in options.fuzzy_within or () if isinstance(mark, str)]
-    for name, texts in (("stop", strings), ("reference", options.references), ("fuzzy_within", marks)):
-        if texts and model.tokenizer is None:
+    named = [mark for mark in options.fuzzy_within or () if isinstance(mark, str)]
+    for name, texts in (("stop", strings), ("reference", options.references), ("fuzzy_within", named)):
+        if texts and tokenizer is None:
             raise OptionError(name, problem="needs a tokenizer, and this model has none")
     for string in strings:
         require_encodable("stop", string)
@@ -57,42 +55,36 @@ def make_requests(
     seeds = seeds_for(options.seed, len(prompts))
     stop_ids = check_tokens("stop_token_ids", options.stop_token_ids, model)
     ends = check_tokens("eos_token_id", options.eos_token_id, model)
-    within = None if options.fuzzy_within is None else tuple(
-        mark_token(mark, model) for mark in options.fuzzy_within)
-    text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
-    copying = options.speculative and text_drafts != "off"
+    marks = tuple(mark_token(mark, model) for mark in options.fuzzy_within or ()) or None
     texts = [tokenised("reference", text, model, add_special_tokens=False) for text in options.references if text]
     check_tokens("reference", itertools.chain(*texts), model)
     references = [TextIndex(ids) for ids in texts if ids]
+    text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
+    copying = options.speculative and text_drafts != "off"
     key = None  # of processors that depend on the scores only
-    if own is not None:
-        key = id(own)
+    if prepared is not None:
+        key = id(prepared)
     elif not logits_processor and options.generation_config is None:
         key = (options.temperature, options.top_k, options.top_p, options.min_p, repr(followed))
     requests = []
-    for number, ids in enumerate(prompts):
-        fields = {} if own is None else own[number]
-        eos_ids = frozenset() if options.ignore_eos else fields.get("eos_ids", ends or end_tokens(
-            model, chat=isinstance(ids, ChatTokens)))
-        start = len(fields.get("padding", ())) + len(ids)
+    for number, (ids, limit, seed) in enumerate(zip(prompts, limits, seeds, strict=True)):
+        fields = {"seed": seed, "eos_ids": ends or end_tokens(model, chat=isinstance(ids, ChatTokens)), "padding": (),
+                  "criteria": list(stopping_criteria or []), **({} if prepared is None else prepared[number])}
+        if options.ignore_eos:
+            fields["eos_ids"] = frozenset()
+        eos_ids, start = sorted(fields["eos_ids"]), len(fields["padding"]) + len(ids)
         grammar = None if options.response_format is None else Grammar(
-            options.response_format, model.tokenizer, vocab_size=model.target.vocab_size, eos_ids=sorted(eos_ids),
-            start=start)
-        processors = with_own_processors(fields["processors"] if own is not None else processors_of_model(
-            target, options, followed, logits_processor, prompt=ids, max_new_tokens=limits[number],
-            eos_ids=sorted(stop_ids | eos_ids), device=model.target.output_device), options, grammar, start)
-        params = RequestParams(
-            max_new_tokens=limits[number], rule=rule, temperature=float(options.temperature), seed=seeds[number],
-            budget=None if options.budget is None else float(options.budget),
-            processors=processors, processors_key=key if is_context_free(processors) else None,
-            eos_ids=eos_ids, stop_ids=stop_ids, criteria=list(stopping_criteria or []), speculative=options.speculative,
-            tree=options.tree, top_logprobs=min(options.top_logprobs, model.target.vocab_size), within=within,
-            followed=followed)
-        others = {name: value for name, value in fields.items() if name not in ("processors", "eos_ids")}
+            options.response_format, tokenizer, vocab_size=target.vocab_size, eos_ids=eos_ids, start=start)
+        if prepared is None:
+            fields["processors"] = processors_of_model(
+                target.model, options, followed, logits_processor, prompt=ids, max_new_tokens=limit,
+                eos_ids=sorted(stop_ids.union(eos_ids)), device=target.output_device)
+        fields["processors"] = processors = with_own_processors(fields["processors"], options, grammar, start)
         requests.append(Request(
-            ids, replace(params, **others), grammar=grammar,
-            stop_strings=StopStrings(model.tokenizer, strings) if strings else None,
-            text_source=TextSource(ids, text_drafts, references) if copying else None))
+            ids, options, max_new_tokens=limit, stop_ids=stop_ids, marks=marks, grammar=grammar, followed=followed,
+            processors_key=key if is_context_free(processors) else None,
+            stop_strings=StopStrings(tokenizer, strings) if strings else None,
+            text_source=TextSource(ids, text_drafts, references) if copying else None, **fields))
     model.refresh()
     return requests
 
@@ -126,13 +118,16 @@ def warn_without_effect(model: EagleModel, options: GenerateOptions) -> None:
                             "change" if len(given) > 1 else "changes", why)
 
 
-def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions) -> None:
+def warn_about_threshold(model: EagleModel, options: GenerateOptions) -> None:
     """Warn if the threshold has no effect, if no divergence can exceed it, or if the divergence is infinite because the
     drafter lacks some tokens."""
-    if isinstance(options.rule, FuzzyRule) and not options.lossless and (model.draft is None or rule is EXACT):
-        model.warn_once("%s with threshold %g changes nothing %s: decoding is lossless", options.rule.name,
-                        options.rule.threshold, "with speculative=False, because nothing is drafted" if rule is EXACT
-                        else "without a drafter, because copies from the text are accepted exactly")
+    rule = options.rule
+    if options.lossless or not isinstance(rule, FuzzyRule):
+        return
+    if model.draft is None or not options.speculative:
+        model.warn_once("%s with threshold %g changes nothing %s: decoding is lossless", rule.name, rule.threshold,
+                        "without a drafter, because copies from the text are accepted exactly" if options.speculative
+                        else "with speculative=False, because nothing is drafted")
         return
     budget, divergence = options.budget, getattr(rule, "divergence", None)
     most = {"js": math.log(2), "tv": 1.0}.get(str(divergence).partition("_top")[0])
@@ -140,7 +135,7 @@ def warn_about_threshold(rule: Rule, model: EagleModel, options: GenerateOptions
         model.warn_once("a threshold of %g accepts every token of the drafter that the guard allows: %s is at most "
                         "%.3g", rule.threshold, divergence, most)
     named, tokens = None if model.draft is None else model.draft.draft_vocab_size, model.target.vocab_size
-    if named not in (None, tokens) and divergence in ("kl", "js_fsd_code") and rule.threshold > 0:
+    if named not in (None, tokens) and divergence in ("kl", "js_fsd_code"):
         model.warn_once("%s is infinite for a drafter with %d of %d tokens: no draft token passes. Use js, tv or "
                         "reverse_kl", divergence, named, tokens)
 

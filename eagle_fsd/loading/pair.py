@@ -201,22 +201,22 @@ class EagleModel:
             tree: a request's own replaces it only if all requests are lossless, since the text of a fuzzy request
                 depends on the tree. None: a request's own, else `sizing` chooses, else `default_tree`.
         """
-        drafted = [request.params for request in requests if request.params.speculative]
+        drafted = [request for request in requests if request.options.speculative]
         if not drafted:
             return Plan(self.default_tree, drafts=False)
-        own = [params.tree for params in drafted if params.tree is not None]
-        if own and (tree is None or all(params.lossless for params in drafted)):
+        own = [request.options.tree for request in drafted if request.options.tree is not None]
+        if own and (tree is None or all(request.lossless for request in drafted)):
             tree = own[0]
         if tree is None and self.sizing is not None:
-            return self.sizing.of(len(requests), drafted[0].temperature)
+            return self.sizing.of(len(requests), drafted[0].options.temperature)
         return Plan(self.check_tree(tree or self.default_tree), drafts=self.draft is not None)
 
     def drafting(self, requests: Sequence[Request]) -> Drafting:
         """The drafting policy of requests that share tree, rule, temperature and `speculative`."""
-        params, pause = requests[0].params, None
+        options, pause = requests[0].options, None
         # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-        if params.tree is None and self.sizing is not None and params.speculative and params.lossless:
-            pause = self.pauses[nearly_greedy(params.temperature)]
+        if options.tree is None and self.sizing is not None and options.speculative and options.lossless:
+            pause = self.pauses[nearly_greedy(options.temperature)]
         return Drafting(partial(self.plan, None), pause)
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
