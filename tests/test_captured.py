@@ -106,8 +106,7 @@ def assert_equal(found, expected):
     for mine, theirs in zip(found, expected, strict=True):
         for name in ("token_ids", "finish_reason"):
             assert getattr(mine, name) == getattr(theirs, name)
-        for name in ("accepted_lengths", "proposed", "accepted", "exact_from", "exact_because", "undrafted",
-                     "draft_forwards"):
+        for name in ("accepted_lengths", "proposed", "accepted", "exact_from", "exact_because", "undrafted"):
             assert getattr(mine.stats, name) == getattr(theirs.stats, name)
         for one, other in zip(mine.receipts, theirs.receipts, strict=True):
             assert one._replace(logprob=0, regret=0, divergence=0) == other._replace(logprob=0, regret=0, divergence=0)

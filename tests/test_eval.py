@@ -94,7 +94,7 @@ def two_models():
 @pytest.mark.skipif(not hasattr(GenerationConfig(), "assistant_ensemble_weight"), reason="an older transformers")
 @pytest.mark.parametrize("packed", [False, True])
 def test_assisted_generation_uses_both_models_as_they_are(two_models, packed):
-    """Without the sampling options of their checkpoints; it counts what it accepts and the drafter's forwards."""
+    """Without the sampling options of their checkpoints; it counts what it accepts."""
     if packed:
         for each in (two_models.target, two_models.draft):
             each.model.bfloat16()
@@ -105,7 +105,6 @@ def test_assisted_generation_uses_both_models_as_they_are(two_models, packed):
     assert plain.token_ids == hf_generate(two_models, stock=target)(PROMPT, 24).token_ids
     assert drafter.generation_config is before
     assert sum(plain.accepted_lengths) + len(plain.accepted_lengths) == 24 > len(plain.accepted_lengths)
-    assert plain.draft_forwards >= sum(plain.accepted_lengths)
     alone = hf_generate(two_models, stock=drafter)(PROMPT, 24).token_ids
     assert (mixed.token_ids != plain.token_ids) or alone == plain.token_ids
     assert len(mixed.accepted_lengths) <= len(plain.accepted_lengths)

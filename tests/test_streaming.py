@@ -11,7 +11,7 @@ from transformers import AsyncTextIteratorStreamer, PreTrainedTokenizerFast, Tex
 
 import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate
-from eagle_fsd.utils.text import GrowingText, StopStrings, StreamedText, answer_text
+from eagle_fsd.utils.text import GrowingText, StreamedText, answer_text
 
 TIMEOUT = 30  # seconds, so that a reader that is left waiting fails
 SKIP = {"skip_prompt": True, "skip_special_tokens": True}
@@ -135,8 +135,8 @@ def test_pieces_are_the_whole_text(bytes_tokenizer):
 
 @pytest.mark.parametrize("stop", [". END", "好き", "👩‍🚀", "G", "of it"])
 def test_a_stop_string_is_found_at_its_last_token(stop, bytes_tokenizer):
-    stops, ids = StopStrings(bytes_tokenizer, ["nowhere", stop]), bytes_tokenizer(TEXT)["input_ids"]
-    ends = [stops(token) for token in ids].index(True) + 1
+    text, ids = StreamedText(bytes_tokenizer, ["nowhere", stop]), bytes_tokenizer(TEXT)["input_ids"]
+    ends = [text.stops_at(token) for token in ids].index(True) + 1
     assert bytes_tokenizer.decode(ids[:ends]).endswith(stop)
     assert not any(stop in bytes_tokenizer.decode(ids[:count]) for count in range(ends))
 
@@ -145,8 +145,8 @@ def test_tokens_are_decoded_a_few_at_a_time(bytes_tokenizer, monkeypatch):
     longest, decode = [], bytes_tokenizer.decode
     monkeypatch.setattr(type(bytes_tokenizer), "decode",
                         lambda self, ids, **options: longest.append(len(ids)) or decode(ids, **options))
-    stops = StopStrings(bytes_tokenizer, ["nowhere"])
-    assert not any(stops(token) for token in bytes_tokenizer("ab" * 200)["input_ids"])
+    text = StreamedText(bytes_tokenizer, ["nowhere"])
+    assert not any(text.stops_at(token) for token in bytes_tokenizer("ab" * 200)["input_ids"])
     assert max(longest) <= 3 and len(longest) <= 4 * 400
 
 
@@ -179,8 +179,8 @@ LETTERS = "ab<user>cd<bot>ef</s>gh"
 def test_stop_strings_that_name_special_tokens(stop, ends, text, together, tokenizer):
     """Others are not there for a stop string, as they are not for who reads the text."""
     stop, ids = [stop] if isinstance(stop, str) else stop, tokenizer(LETTERS, add_special_tokens=False)["input_ids"]
-    stops, streamed = StopStrings(tokenizer, stop), StreamedText(tokenizer, stop)
-    assert next((count for count, token in enumerate(ids, 1) if stops(token)), None) == ends
+    watched, streamed = StreamedText(tokenizer, stop), StreamedText(tokenizer, stop)
+    assert next((count for count, token in enumerate(ids, 1) if watched.stops_at(token)), None) == ends
     shown = "".join(streamed.add(ids[start : start + together]) for start in range(0, len(ids), together))
     assert shown + streamed.withheld() == text == answer_text(tokenizer, ids[:ends], stop)
     assert shown + streamed.rest(text) == text and streamed.stopped == (ends is not None)
@@ -220,8 +220,9 @@ def test_bytes_decode_as_in_the_whole_text(fallback_tokenizer, stops):
     """Wherever the answer is cut: in the middle of a character, the newline before it is lost."""
     ids = fallback_tokenizer("ab\n中\n\nac", add_special_tokens=False)["input_ids"]
     assert fallback_tokenizer.decode(ids[:4]) == "ab\ufffd\ufffd"
-    found = StopStrings(fallback_tokenizer, stops) if stops else lambda token: False
-    for end in range(1, 1 + next((count for count, token in enumerate(ids, 1) if found(token)), len(ids))):
+    watched = StreamedText(fallback_tokenizer, stops)
+    for end in range(1, 1 + next((count for count, token in enumerate(ids, 1) if watched.stops_at(token)),
+                              len(ids))):
         streamed = StreamedText(fallback_tokenizer, stops)
         whole = answer_text(fallback_tokenizer, ids[:end], stops)
         shown = "".join(streamed.add([token]) for token in ids[:end])

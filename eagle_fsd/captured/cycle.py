@@ -51,7 +51,6 @@ class Walked(NamedTuple):
 
     steps: list[Step]
     origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
-    levels: int  # drafted
 
 
 class Home:
@@ -361,7 +360,7 @@ class CapturedCycles:
             features = buffers.fed_features[:, : max(map(len, walks))].clone()
             batch.features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
         buffers.known = ends, drafted
-        return [Walked(*walked, buffers.config.depth if read else 0) for walked in zip(walks, origins, strict=True)]
+        return list(map(Walked, walks, origins))
 
 
 def obstacle(request: Request, rule: Rule, drafting: bool) -> str | None:

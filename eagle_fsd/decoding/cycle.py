@@ -90,8 +90,6 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     if batch.captured is not None and batch.observe is None:
         walked = batch.captured.step(batch, rules, plan, copies)
         if walked is not None:  # else it cannot be captured
-            for request in requests:
-                request.stats.draft_forwards += walked[0].levels
             return [request.append(emission_of(row.steps, row.origins, request))
                     for request, row in zip(requests, walked, strict=True)]
     lengths = batch.cache.lengths  # L of each row: the position of its root
@@ -112,8 +110,6 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
     if plan.drafts and batch.observe is not None:
         batch.observe(tree, draft_logits, paths)
-    for request in requests:
-        request.stats.draft_forwards += len(draft_logits) if request.options.speculative else 0
     return [request.append(emission) for request, emission in zip(requests, emissions, strict=True)]
 
 

@@ -48,7 +48,6 @@ class Stats:
         exact_from: with a budget, the number of new tokens after which decoding became exact.
         exact_because: the reason for it, "budget" or "repetition".
         drafts, undrafted: verify forwards with draft tokens of this request, and without.
-        draft_forwards: forwards of the drafter, one for each drafted level of a cycle; without those of the prompt.
         proposed, accepted: draft tokens by drafter, "head", "text" or "grammar".
         computed_by: implementation of the target's forwards: "fused", or the attention of the stock decoder, and why.
     """
@@ -63,7 +62,6 @@ class Stats:
     exact_because: str | None = None
     drafts: int = field(default=0, repr=False)
     undrafted: int = 0
-    draft_forwards: int = 0
     proposed: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     computed_by: str | None = None

@@ -17,7 +17,7 @@ from ..drafting.copies import Copies, TextSource
 from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
-from ..utils.text import StopStrings
+from ..utils.text import StreamedText
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
 
@@ -51,7 +51,7 @@ class Request:
         processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
             an equal key. None: each row has calls of its own.
         eos_ids, stop_ids: tokens that end the answer.
-        stop_strings: the answer ends when one of them is complete.
+        watched: the text of the answer, which ends when a stop string is complete; None: there are none.
         criteria: stopping criteria of `transformers`; they see the whole text.
         padding: token ids before the prompt that processors and criteria see, as in `model.generate`.
         marks: the rule applies after the first token, up to the second, in prompt and answer; None: everywhere.
@@ -80,7 +80,7 @@ class Request:
     processors_key: object = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
-    stop_strings: StopStrings | None = None
+    watched: StreamedText | None = None
     criteria: Sequence[Callable] = ()
     padding: Sequence[int] = ()
     marks: tuple[int, int] | None = None
@@ -176,7 +176,7 @@ class Request:
     @property
     def stops(self) -> list[str]:
         """The strings that end the answer."""
-        return [] if self.stop_strings is None else self.stop_strings.strings
+        return [] if self.watched is None else self.watched.stops
 
     @property
     def answer(self) -> list[int]:
@@ -255,7 +255,7 @@ class Request:
         """Whether a stop string or criterion ends the answer after this token, its last of `count`. Both see each token
         once, in order, at the first call for it."""
         if count > len(self._stopped):
-            self._stopped.append(self.stop_strings is not None and self.stop_strings(token)
+            self._stopped.append(self.watched is not None and self.watched.stops_at(token)
                                  or self._criteria_met(token, count))
         return self._stopped[count - 1]
 

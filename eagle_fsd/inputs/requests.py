@@ -17,7 +17,7 @@ from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions, as_list
 from ..utils.checks import OptionError, check_functions, require_integer
-from ..utils.text import StopStrings
+from ..utils.text import StreamedText
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
 
 
@@ -83,7 +83,7 @@ def make_requests(
         requests.append(Request(
             ids, options, max_new_tokens=limit, stop_ids=stop_ids, marks=marks, grammar=grammar, followed=followed,
             processors_key=key if is_context_free(processors) else None,
-            stop_strings=StopStrings(tokenizer, strings) if strings else None,
+            watched=StreamedText(tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None, **fields))
     model.refresh()
     return requests

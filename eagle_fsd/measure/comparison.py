@@ -153,10 +153,10 @@ def counts_of(answers: Sequence[Answer]) -> dict:
 
     Returns:
         ids: their token ids; tokens: their number; seconds; forwards: verify forwards of the target, and emitted:
-        tokens that they emitted (both 0 where unknown); lengths: accepted draft tokens of each; draft_forwards:
-        forwards of the drafter; fuzzy: tokens that only the rule accepted; first_fuzzy: index of the first one;
-        regret: nats, summed over the tokens; repeated: share of repeated 4-grams; cut_off: whether the length limit
-        ended an answer (None for other engines).
+        tokens that they emitted (both 0 where unknown); lengths: accepted draft tokens of each; fuzzy: tokens
+        that only the rule accepted; first_fuzzy: index of the first one; regret: nats, summed over the tokens;
+        repeated: share of repeated 4-grams; cut_off: whether the length limit ended an answer (None for other
+        engines).
     """
     outputs = [answer.output for answer in answers if answer.output]
     receipts = [receipt for output in outputs for receipt in output.receipts]
@@ -167,8 +167,7 @@ def counts_of(answers: Sequence[Answer]) -> dict:
         "ids": ids, "tokens": len(ids),
         "seconds": sum(answer.seconds for answer in answers), "forwards": len(lengths),
         "emitted": sum(lengths) + len(lengths), "lengths": lengths,
-        "draft_forwards": sum(answer.draft_forwards for answer in answers), "fuzzy": len(fuzzy),
-        "first_fuzzy": fuzzy[0] if fuzzy else None,
+        "fuzzy": len(fuzzy), "first_fuzzy": fuzzy[0] if fuzzy else None,
         "regret": sum(receipt.regret for receipt in receipts), "repeated": repetition(ids),
         "cut_off": any(output.finish_reason == "length" for output in outputs) if outputs else None,
     }

@@ -38,7 +38,6 @@ class Answer:
     text: str
     output: Output | None = None
     accepted_lengths: Sequence[int] = ()  # accepted draft tokens of each verify forward; empty: unknown
-    draft_forwards: int = 0  # of the drafter
 
 
 # (prompt, max_new_tokens); `hf_generate` and `engine` answer a list of prompts as a batch, with a list of answers
@@ -172,17 +171,15 @@ def assisted(model: EagleModel, *, weight: float = 1.0, temperature: float = 0.0
     special = GenerationConfig(eos_token_id=drafter.generation_config.eos_token_id)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
-        own, streamer, forwards = drafter.generation_config, AcceptedLengths(), []
+        own, streamer = drafter.generation_config, AcceptedLengths()
         generated = hf_generate(model, temperature=temperature, seed=seed, stock=model.target.model,
                                 assistant_model=drafter, streamer=streamer, **options)
-        counter = drafter.register_forward_hook(lambda *_: forwards.append(None))
         drafter.generation_config = special  # without the sampling options of its checkpoint
         try:
             found = generated(prompt, max_new_tokens)
         finally:
             drafter.generation_config = own
-            counter.remove()
-        return replace(found, accepted_lengths=streamer.lengths, draft_forwards=len(forwards))
+        return replace(found, accepted_lengths=streamer.lengths)
 
     return answer
 
@@ -224,8 +221,8 @@ def engine(
         found = ask(prompt, **request)
         outputs = found if batched else [found]
         seconds = (time.perf_counter() - started) / len(outputs)
-        answers = [Answer(seconds, output.token_ids, output.text, output, output.stats.accepted_lengths,
-                          output.stats.draft_forwards) for output in outputs]
+        answers = [Answer(seconds, output.token_ids, output.text, output, output.stats.accepted_lengths)
+                   for output in outputs]
         return answers if batched else answers[0]
 
     return answer

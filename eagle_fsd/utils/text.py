@@ -118,7 +118,7 @@ class StreamedText:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], special: bool = False) -> None:
-        self.text = WatchedText(tokenizer, strings, special)
+        self.stops, self.text = list(strings), WatchedText(tokenizer, strings, special)
         self.shown = 0  # characters
         self._unshown = ""  # the end of the text, which may begin a stop string
         self.stopped = False
@@ -132,6 +132,11 @@ class StreamedText:
         piece, self._unshown = self.text.unmarked(self._unshown[:count]), self._unshown[count:]
         self.shown += len(piece)
         return piece
+
+    def stops_at(self, token: int) -> bool:
+        """Add a token. Returns whether a stop string is complete, perhaps in text that would still be withheld."""
+        self.add([token])
+        return self.stopped or first_of(self.text.strings, self._unshown + self.text.pending()) is not None
 
     def withheld(self) -> str:
         """The text that would be shown if the answer ended here."""
@@ -147,24 +152,6 @@ class StreamedText:
         strings = self.text.strings
         lengths = range(min(max(map(len, strings), default=1) - 1, len(self._unshown)), 0, -1)
         return next((n for n in lengths if any(string.startswith(self._unshown[-n:]) for string in strings)), 0)
-
-
-class StopStrings:
-    """Called with each new token, returns whether one of the stop strings is complete.
-
-    Args:
-        strings: the stop strings; not empty.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.strings, self.text = list(strings), WatchedText(tokenizer, strings)
-        self.tail = ""  # the end of the text, where a stop string may have begun
-
-    def __call__(self, token: int) -> bool:
-        piece = self.text.add(token)
-        text = self.tail + (piece or self.text.pending())
-        self.tail = (self.tail + piece)[-max(map(len, self.text.strings)) :]
-        return any(string in text for string in self.text.strings)
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Sequence[str]) -> str:
