@@ -15,7 +15,7 @@ import eagle_fsd
 from eagle_fsd import Chat, TreeConfig
 from eagle_fsd.acceptance.divergence import DIVERGENCES, get_divergence
 from eagle_fsd.acceptance.nodes import Nodes
-from eagle_fsd.batching import rows
+from eagle_fsd.batching import memory
 from eagle_fsd.cli import main
 from eagle_fsd.decoding import batch as batches
 from eagle_fsd.decoding import cycle, timing
@@ -229,10 +229,10 @@ def test_the_official_client_sees_the_same_text(pair):
 
 def test_memory_counts_the_caches_of_both(pair, monkeypatch):
     """Of each position 2 x (2 heads of 4 numbers) x 4 bytes for two layers of the target and one of the drafter."""
-    monkeypatch.setattr(rows, "free_bytes", lambda device: 4 * 64 * 6000)
-    assert rows.positions_that_fit(pair, 64, 16) == 2000
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 64 * 6000)
+    assert memory.positions_in_memory(pair, 64, 16) == 2000
     alone = EagleModel.from_parts(pair.target.model, None)
-    assert rows.positions_that_fit(alone, 64, 16) == 3000
+    assert memory.positions_in_memory(alone, 64, 16) == 3000
 
 
 def test_levels_are_measured(pair, monkeypatch):

@@ -18,8 +18,7 @@ from tiny import PROMPT, VOCAB, random_head, readable, tiny_pair, tiny_target, t
 
 import eagle_fsd
 from eagle_fsd.acceptance.fsd import FSD
-from eagle_fsd.batching.loop import Loop
-from eagle_fsd.batching.prefixes import Prefixes
+from eagle_fsd.batching.loop import Loop, Prefixes
 from eagle_fsd.decoding.batch import Batch, shared_prefix
 from eagle_fsd.decoding.timing import SameCopies
 from eagle_fsd.drafting.copies import MOST_NODES, TextSource
@@ -118,13 +117,13 @@ def scheduled(pair, events, **options):
     class Scheduled(Loop):
         def _wait(self):
             ready.wait()
-            while not (self.closed or self.queue or len(self.rows)) or events:
+            while not (self.closed or self.queue or self.rows) or events:
                 for event in events.pop(0) if events else ():
                     event(engine)
-                if self.queue or len(self.rows):
+                if self.queue or self.rows:
                     return True
                 self.closed = not events
-            return bool(self.queue or len(self.rows))
+            return bool(self.queue or self.rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle_fsd.batching.engine.Loop", Scheduled)
@@ -197,7 +196,7 @@ def run_schedule(seed):
 def test_random_schedules(monkeypatch):
     reused, undrafted, reasons = 0, 0, set()
     for seed in range(45):
-        monkeypatch.setattr("eagle_fsd.batching.rows.STEP", (256, 8)[seed % 2])  # caches that grow often, and seldom
+        monkeypatch.setattr("eagle_fsd.batching.loop.MULTIPLE", (256, 8)[seed % 2])  # caches grow often, or seldom
         stats, ended = run_schedule(seed)
         reused += stats.reused_tokens
         undrafted += stats.undrafted
@@ -232,7 +231,7 @@ def run_gaps(seed):
 
 @pytest.mark.parametrize("step", [256, 8])
 def test_rows_that_joined_while_nothing_was_drafted(step, monkeypatch):
-    monkeypatch.setattr("eagle_fsd.batching.rows.STEP", step)
+    monkeypatch.setattr("eagle_fsd.batching.loop.MULTIPLE", step)
     assert sum(run_gaps(seed) for seed in range(15)) > 30
 
 

@@ -18,9 +18,8 @@ from ..loading.pair import EagleModel
 from ..options.engine import EngineKeywords, EngineOptions
 from ..options.generate import GenerateKeywords, GenerateOptions
 from ..options.option import lists_options
-from ..utils.checks import OptionError, require_integer
-from .loop import Loop
-from .rows import EngineStats, Rows
+from ..utils.checks import OptionError
+from .loop import EngineStats, Loop
 from .tickets import Ticket
 
 if TYPE_CHECKING:
@@ -63,12 +62,7 @@ class Engine:
         self.model = model
         chosen = tree is None and model.sizing is not None
         self.tree = None if chosen else model.check_tree(tree or model.default_tree)
-        self._rows = Rows(model, self.tree, most=options.max_rows, positions=options.max_tokens,
-                          kept=options.prefixes)
-        require_integer("max_tokens", self._rows.positions, self._rows.nodes + 2)
-        # If the target does not split prompts, its keys depend on the number of positions in a forward.
-        self._loop = Loop(self._rows, options.max_waiting,
-                          options.prefill_chunk if model.target.splits_prefill else 1 << 62)
+        self._loop = Loop(model, self.tree, options)
         weakref.finalize(self, self._loop.stop).atexit = False
 
     @property
@@ -86,17 +80,17 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters since the engine started."""
-        return self._rows.stats()
+        return self._loop.stats()
 
     @property
     def rows(self) -> int:
         """The number of requests that are being prefilled or decoded."""
-        return len(self._rows)
+        return self._loop.rows
 
     @property
     def max_length(self) -> int:
         """The maximum number of tokens of a prompt and its answer together."""
-        room, limit = self._rows.positions - self._rows.nodes, self.model.target.max_positions
+        room, limit = self._loop.positions - self._loop.nodes, self.model.target.max_positions
         return room if limit is None else min(room, limit)
 
     @property
@@ -128,9 +122,9 @@ class Engine:
         options = with_options(options, keywords, ("logits_processor", "stopping_criteria", "fit"))
         self._check_tree(options)
         ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
-        options = self._fitting(options, len(ids)) if fit else options
+        options = self._limited(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
-        self._rows.require_room(request)
+        self._loop.require_room(request)
         ticket = Ticket(request, self.model.tokenizer, request.stops)
         self._loop.add(request, ticket)
         return ticket
@@ -138,11 +132,11 @@ class Engine:
     def check(self, options: GenerateOptions) -> None:
         """Raise TypeError or ValueError as `submit` would for these options with any prompt."""
         self._check_tree(options)
-        make_requests(self.model, [[0]], self._fitting(options, 1))
+        make_requests(self.model, [[0]], self._limited(options, 1))
 
-    def _fitting(self, options: GenerateOptions, length: int) -> GenerateOptions:
+    def _limited(self, options: GenerateOptions, length: int) -> GenerateOptions:
         """The options with `max_new_tokens` lowered to a row's share after a prompt of this length."""
-        share = self._rows.share(length)
+        share = self._loop.most_new_tokens(length)
         if (options.min_new_tokens or 0) > share:
             raise OptionError("min_new_tokens", options.min_new_tokens, f"at most {share}, a row's share of the "
                               f"engine's max_tokens after a prompt of {length} tokens")
@@ -157,9 +151,9 @@ class Engine:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
         nodes, levels = room_of([Plan(tree)], copying=True)
-        if nodes > self._rows.nodes or levels > self._rows.levels:
-            raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {self._rows.nodes}, "
-                              f"and depth times top_k at most {self._rows.levels}, got {tree}")
+        if nodes > self._loop.nodes or levels > self._loop.levels:
+            raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {self._loop.nodes}, "
+                              f"and depth times top_k at most {self._loop.levels}, got {tree}")
 
     def close(self, drain: bool = True) -> None:
         """Reject new requests, and return when all submitted ones have ended.

@@ -1,43 +1,136 @@
-"""`Loop`: the thread of an engine, and the requests that wait for a row."""
+"""`Loop`: the thread of an engine, in which requests join a batch and leave it, and the memory of its caches."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
 import threading
+import traceback
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from ..decoding import cycle
+from ..decoding.batch import Batch, Row, shared_prefix
+from ..decoding.cycle import OUT_OF_MEMORY
+from ..decoding.output import Receipt
 from ..decoding.request import Request
-from .rows import Rows, release_frames
+from ..drafting.config import TreeConfig
+from ..drafting.sizing import Drafting, Plan, room_of
+from ..drafting.tree import ORIGINS
+from ..loading.pair import EagleModel
+from ..options.engine import EngineOptions
+from ..utils.checks import require_integer
+from ..utils.openmp import in_own_thread
+from .memory import positions_in_memory
 from .tickets import EngineClosed, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
+MULTIPLE = 256  # the capacity of a row is a multiple of this many positions
+LEAST = 256  # new tokens after a prompt that takes all of a row's share
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine started: sums over its requests, which never decrease.
+
+    Args:
+        requests: submitted requests.
+        finished: ended requests by finish_reason, including "error" and "cancelled".
+        prompt_tokens: tokens of prefilled prompts.
+        reused_tokens: those whose cache entries were copied from other requests.
+        tokens: new tokens.
+        fuzzy: those that only the rule accepted.
+        cycles: cycles of the loop.
+        forwards: verify forwards, counted once for each request of a cycle.
+        drafts, undrafted: those with draft tokens of the request, and without.
+        proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
+        accepted_lengths: forwards by the number of draft tokens that they accepted.
+    """
+
+    requests: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    tokens: int = 0
+    fuzzy: int = 0
+    cycles: int = 0
+    forwards: int = 0
+    drafts: int = 0
+    undrafted: int = 0
+    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
+    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, request: Request) -> None:
+        """Add the current counts of a request, which another thread may be decoding."""
+        stats, receipts = request.stats, request.receipts
+        self.requests += 1
+        if receipts:  # the prefill is complete
+            self.prompt_tokens += len(request.prompt)
+            self.reused_tokens += len(request.prompt) - stats.prefill_tokens
+        self.tokens += len(receipts)
+        self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
+        self.forwards += stats.target_forwards
+        self.drafts += stats.drafts
+        self.undrafted += stats.undrafted
+        self.proposed.update(Counter(stats.proposed))  # a copy: the other thread may add keys during the update
+        self.accepted.update(Counter(stats.accepted))
+        self.accepted_lengths.update(stats.accepted_lengths)
 
 
 class Loop:
-    """Runs cycles in a thread of its own, which ends once the loop is closed and no request is left.
+    """Decodes requests in a thread of its own, which ends once the loop is closed and no request is left.
 
-    It does not refer to its engine: an engine that nobody holds closes it.
+    A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token. Other
+    threads, which submit requests, call only what stands before `_work`.
+
+    The loop does not refer to its engine: an engine that nobody holds closes it.
 
     Args:
-        max_waiting: maximum number of requests that wait for a row.
-        prefill_chunk: maximum number of prompt tokens that are processed between two cycles.
+        tree: the tree of all requests; None: the model chooses it for the number of rows.
 
     Attributes:
+        queue: the requests that wait for a row.
         closed: whether new requests are rejected.
         error: the exception that ended the loop and all requests; None: there was none.
+        nodes, levels: positions that the largest cycle takes besides the text, see `room_of`.
+        positions: capacity of the caches, rows times the length of the longest one.
+
+    Raises:
+        ValueError: `max_tokens` is too small for a cycle.
     """
 
-    def __init__(self, rows: Rows, max_waiting: int, prefill_chunk: int) -> None:
-        self.rows, self.max_waiting, self.prefill_chunk = rows, max_waiting, prefill_chunk
+    def __init__(self, model: EagleModel, tree: TreeConfig | None, options: EngineOptions) -> None:
+        self.model, self.max_rows, self.max_waiting = model, options.max_rows, options.max_waiting
+        trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
+        self.nodes, self.levels = room_of(map(Plan, trees), copying=True)
+        self.positions = options.max_tokens or in_own_thread(
+            partial(positions_in_memory, model, self.max_rows, self.nodes))
+        require_integer("max_tokens", self.positions, self.nodes + 2)
+        # If the target does not split prompts, its keys depend on the number of positions in a forward.
+        self.prefill_chunk = options.prefill_chunk if model.target.splits_prefill else 1 << 62
         self.queue: deque[Request] = deque()
         self._changed = threading.Condition()  # of the queue, and of the next two
         self.closed, self._cancelling = False, False
         self.error: BaseException | None = None
+        self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
+        self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
+        # Of the loop's thread.
+        self.prefixes = Prefixes(options.prefixes, self.positions // 2)
+        self.prefilling: Batch | None = None  # of the prompt in progress
+        self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(partial(model.plan, tree)),
+                                         captured=model.captured)
         self.thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self.thread.start()
+
+    # For all threads --------------------------------------------------------------------------------------------
 
     def add(self, request: Request, ticket: Ticket) -> None:
         """Let a request wait for a row.
@@ -51,7 +144,7 @@ class Loop:
                 raise EngineClosed(f"the engine accepts no more requests: {why}") from self.error
             if len(self.queue) >= self.max_waiting:
                 raise QueueFull(f"{len(self.queue)} requests wait already, the limit is max_waiting={self.max_waiting}")
-            self.rows.live[request] = weakref.ref(ticket)
+            self.live[request] = weakref.ref(ticket)
             self.queue.append(request)
             self._changed.notify_all()
 
@@ -71,8 +164,42 @@ class Loop:
             self.queue.clear()
         for request in left:
             request.finish("error", EngineClosed("the engine was closed before the request started"))
-            self.rows.end(request)
+            self._retire(request)
         self.thread.join()
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that are being decoded."""
+        batch = self.batch  # another thread may read this while it is released
+        return [] if batch is None else batch.requests
+
+    @property
+    def rows(self) -> int:
+        """The number of requests that are being prefilled or decoded."""
+        return len(self.requests) + (self.prefilling is not None)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        with self._counting:
+            stats = copy.deepcopy(self._ended)
+            for request in list(self.live):
+                stats.add(request)
+        return stats
+
+    def require_room(self, request: Request) -> None:
+        """Raise ValueError if the request can never fit."""
+        needed, most = request.positions, self.positions - self.nodes
+        if needed > most:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
+                             f"need {needed} positions, but the engine has room for {most}")
+
+    def most_new_tokens(self, length: int) -> int:
+        """New tokens after a prompt of this length, limited by the context and by a row's share of all positions."""
+        share = max(self.positions // self.max_rows - self.nodes, min(length + LEAST, self.positions - self.nodes))
+        limit = self.model.target.position_limit(length)
+        return max(1, (share if limit is None else min(share, limit)) - length)
+
+    # The thread -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -85,37 +212,237 @@ class Loop:
             with self._changed:
                 self.closed, self.error = True, error
                 self.queue.clear()
-            self.rows.fail(error)
+            self._release()
+            for request in list(self.live):
+                request.finish("error", error)
+                self._retire(request)
         finally:
-            self.rows.release()
+            self._release()
+
+    def _release(self) -> None:
+        """Free the caches after the last cycle: the engine, which its user may keep, refers to the loop."""
+        self.prefixes.parked.clear()
+        self.batch = self.prefilling = None
 
     def _wait(self) -> bool:
         """Wait for work. False: the loop is closed and has none left."""
         with self._changed:
-            self._changed.wait_for(lambda: self.queue or len(self.rows) or self.closed)
-            return bool(self.queue or len(self.rows))
+            self._changed.wait_for(lambda: self.queue or self.rows or self.closed)
+            return bool(self.queue or self.rows)
 
     def _turn(self) -> None:
-        """Cancel, prefill, and run a cycle."""
+        """Drop cancelled requests, prefill, and run a cycle."""
         self._drop_cancelled()
         left = self.prefill_chunk
-        while left > 0 and (self.rows.prefilling is not None or self._begin_next()):
-            left -= self.rows.prefill_chunk(left)
-        if self.rows.requests:
-            self.rows.cycle()
+        while left > 0 and (self.prefilling is not None or self._start_next()):
+            left -= self._prefill(left)
+        if self.requests:
+            self._cycle()
+
+    # Joining ----------------------------------------------------------------------------------------------------
+
+    def _start_next(self) -> bool:
+        """Start the prefill of the first request of the queue if there is room for it. An error ends this request only.
+        Returns whether a prompt is being prefilled."""
+        with self._changed:
+            if not self.queue or not self._has_room_for(self.queue[0]):
+                return False
+            request = self.queue.popleft()
+        ticket, together = self.live[request](), [*self.requests, request]
+        if ticket is not None:
+            ticket.begin()
+        try:
+            self._make_room(together)
+            plan = self.batch.drafting.choose(together)
+            caches = [model.new_cache(len(request.prompt)) for model in self.batch.models]
+            alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
+            self.prefixes.copy_into(alone, self.batch)
+            self.prefilling = alone
+        except Exception as error:
+            request.finish("error", error)
+            self._retire(request)
+        return self.prefilling is not None
+
+    def _prefill(self, most: int) -> int:
+        """Process at most this many tokens of the prompt in progress, and return their number."""
+        alone = self.prefilling
+        (request,), before = alone.requests, alone.cache.length
+        try:
+            receipts = cycle.prefill(alone, 0, most)
+            if receipts and request.reason is None:
+                self.batch.allocate_like(alone)  # here, as memory may run out
+        except Exception as error:
+            request.finish("error", error)
+            receipts = []
+        count = alone.cache.length - before
+        if request.reason is None and not receipts:  # the prompt has more tokens
+            return count
+        self.prefilling = None
+        self._show(request, receipts)
+        if request.reason is None:
+            self.batch.add(alone)
+        else:
+            self._park(alone, 0)
+            self._retire(request)
+        return count
+
+    # A cycle ----------------------------------------------------------------------------------------------------
+
+    def _cycle(self) -> None:
+        """Run one cycle. Requests that end leave the batch. If memory runs out, the longest request ends."""
+        try:
+            self._make_room([*self.requests, *(self.prefilling.requests if self.prefilling else ())])
+        except OUT_OF_MEMORY as error:
+            max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
+        else:
+            for request, receipts in zip(self.requests, cycle.step(self.batch), strict=True):
+                self._show(request, receipts)
+            self._ended.cycles += 1
+        self._drop_finished()
+
+    def _show(self, request: Request, receipts: list[Receipt]) -> None:
+        """Pass the new receipts to the request's ticket. An error of the tokenizer ends this request only."""
+        ticket = self.live[request]()
+        if receipts and ticket is not None:
+            try:
+                ticket.add(receipts)
+            except Exception as error:
+                request.finish("error", error)
+
+    # Leaving ----------------------------------------------------------------------------------------------------
+
+    def _is_cancelled(self, request: Request) -> bool:
+        """Whether its ticket was cancelled or garbage collected."""
+        ticket = self.live[request]()
+        return ticket is None or ticket.cancelled
 
     def _drop_cancelled(self) -> None:
-        self.rows.drop_cancelled(everyone=self._cancelling)
+        """End cancelled requests, with their answers so far."""
+        prefilled = [] if self.prefilling is None else self.prefilling.requests
+        for request in [*self.requests, *prefilled]:
+            if self._cancelling or self._is_cancelled(request):
+                request.finish("cancelled")
+        if prefilled and prefilled[0].reason is not None:
+            self.prefilling = None
+            self._retire(prefilled[0])
+        self._drop_finished()
         with self._changed:
-            for request in [waiting for waiting in self.queue if self.rows.cancelled(waiting)]:
+            for request in filter(self._is_cancelled, list(self.queue)):
                 request.finish("cancelled")
                 self.queue.remove(request)
-                self.rows.end(request)
+                self._retire(request)
 
-    def _begin_next(self) -> bool:
-        """Start the first request of the queue if it fits. Returns whether a prompt is being prefilled."""
-        with self._changed:
-            request = self.queue.popleft() if self.queue and self.rows.fits(self.queue[0]) else None
-        if request is not None:
-            self.rows.begin(request)
-        return self.rows.prefilling is not None
+    def _drop_finished(self) -> None:
+        """Free the rows of requests that have ended, and erase those that failed."""
+        finished = [(number, request) for number, request in enumerate(self.requests) if request.reason is not None]
+        for number, request in finished:
+            if request.error is not None:
+                self.batch.erase(number)
+            self._park(self.batch, number)
+        try:
+            self.batch.drop_finished()
+        finally:  # even if an error stops the others
+            for _, request in finished:
+                self._retire(request)
+
+    def _park(self, batch: Batch, number: int) -> None:
+        """Keep the caches of a row for prompts with the same beginning, unless it failed or memory runs out."""
+        if batch.requests[number].error is None:
+            with suppress(*OUT_OF_MEMORY):
+                self.prefixes.add(batch.row(number))
+
+    def _retire(self, request: Request) -> None:
+        """Count a finished request and end its ticket. Further calls have no effect."""
+        with self._counting:
+            reference = self.live.pop(request, None)
+            if reference is None:
+                return
+            self._ended.add(request)
+            self._ended.finished[request.reason] += 1
+        release_frames(request.error)
+        ticket = reference()
+        if ticket is not None:
+            ticket.end(request)
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether the request can start now."""
+        requests = [*self.requests, request]
+        batches = self.model.target.batches([len(row.prompt) for row in requests])
+        return len(batches) == 1 and self._size(requests) is not None
+
+    def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
+        """Rows and positions of caches for the whole texts of these requests; None: there is no room for them."""
+        needed, rows = max(request.positions for request in requests) + self.nodes, len(requests)
+        if rows > self.max_rows or rows * needed > self.positions:
+            return None
+        room = min(-(-needed // MULTIPLE) * MULTIPLE, self.positions // rows)
+        return min(1 << (rows - 1).bit_length(), self.max_rows, self.positions // room), room
+
+    def _make_room(self, requests: Sequence[Request]) -> None:
+        """Enlarge the caches if the current texts do not fit: step by step, up to the size for the whole texts."""
+        cache, needed = self.batch.cache, max(len(request.tokens) for request in requests) + self.nodes
+        if cache.batch < len(requests) or cache.capacity < needed:
+            size = self._size(requests)
+            assert size is not None, "see `_has_room_for`"
+            rows, most = size
+            if self.model.captured is not None:  # new caches would need new captures
+                rows, needed = min(self.max_rows, self.positions // most), most
+            least = cache.capacity
+            if needed > least:
+                least = max(-(-needed // MULTIPLE) * MULTIPLE, 2 * least)
+            room = min(most, least)
+            self.batch.resize(rows, [room, room + self.levels][: len(self.batch.caches)])
+
+
+class Prefixes:
+    """The rows that ended last, parked for prompts with the same beginning.
+
+    Args:
+        most: maximum number of rows. positions: maximum number of positions in all of them together.
+    """
+
+    def __init__(self, most: int, positions: int) -> None:
+        self.most, self.positions = most, positions
+        self.parked: list[Row] = []  # the latest last
+
+    def add(self, row: Row) -> None:
+        """Park a copy of a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no
+        room."""
+        text = row.cached
+        if not self.most or not text or len(text) > self.positions or row.limit != row.target.position_limit(len(text)):
+            return
+        self.parked = [other for other in self.parked if shared_prefix(other.tokens, text) < len(other.tokens)]
+        while self.parked and (len(self.parked) >= self.most
+                               or sum(len(other.tokens) for other in self.parked) + len(text) > self.positions):
+            del self.parked[0]
+        self.parked.append(row.copy())
+
+    def copy_into(self, alone: Batch, running: Batch) -> None:
+        """Copy the longest cached prefix of a new request's prompt into its caches.
+
+        Args:
+            alone: the batch of the new request. running: that of the others.
+        """
+        (request,) = alone.requests
+        # As keys of weights never return, those of old weights are of no use any more.
+        self.parked = [row for row in self.parked if row.weights == request.weights]
+        rows = [*map(running.row, range(len(running.requests))), *self.parked]
+        best = max(rows, key=lambda row: row.shared(request)[0], default=None)
+        if best is None or not best.shared(request)[0]:
+            return
+        alone.adopt(best)
+        if best in self.parked:  # move it to the end, as recently used
+            self.parked.remove(best)
+            self.parked.append(best)
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Replace an error's traceback by its text: users may keep errors, and frames refer to the caches and the model."""
+    if error is None or error.__traceback__ is None:
+        return
+    if sys.version_info >= (3, 11):
+        error.add_note("In the engine's thread:\n" + "".join(traceback.format_exception(error)))
+    while error is not None:
+        error.__traceback__, error = None, error.__context__

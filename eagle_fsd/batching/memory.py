@@ -1,4 +1,4 @@
-"""Free memory of a device, within the limits of the control groups (cgroups) of this process."""
+"""How many positions of caches fit into the free memory, within the control groups (cgroups) of this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..drafting.growth import read_prompt
+from ..loading.pair import EagleModel
+
+# While a cache grows, the old and the new one exist at once. Prefixes and prompts in progress take memory as well.
+USED = 1 / 4  # of the free memory
 # By controller of /proc/self/cgroup, "" for version 2: the type of its mount; the files of a group's limit and of its
 # usage, both including the groups in it; and the names in memory.stat of file pages in use or not, and mapped ones.
 FILES = {
@@ -17,6 +22,21 @@ FILES = {
     "memory": ("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file",
                "total_mapped_file"),
 }
+
+
+@torch.inference_mode()
+def positions_in_memory(model: EagleModel, rows: int, nodes: int) -> int:
+    """Positions of caches that fit into a quarter of the free memory, but no more than the rows can use."""
+    target, drafter = model.target, model.draft
+    cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    features = target.prefill(token, cache).to(target.output_device)
+    size = cache.nbytes
+    if drafter is not None:
+        draft_cache = drafter.new_cache(1)
+        read_prompt(drafter, features[0] if drafter.reads_features else None, token[0].to(features.device), draft_cache)
+        size += draft_cache.nbytes
+    fitting = int(USED * free_bytes(target.output_device) / size)
+    return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..batching.engine import Engine
-from ..batching.rows import EngineStats
+from ..batching.loop import EngineStats
 from ..batching.tickets import Ticket
 from ..decoding.output import accepted_by_position
 
