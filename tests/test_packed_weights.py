@@ -213,38 +213,28 @@ class TestKernels:
                     assert torch.equal(*(layer(kind[:count]) for layer in both)), count
 
     @pytest.mark.parametrize("change, chosen", [
-        ({}, kernels.FBGEMM), ({"1": 1.04, "16": 1.04}, kernels.FBGEMM), ({"1": 1.2}, kernels.OneDNN),
-        ({"512": 1.2}, kernels.OneDNN), (dict.fromkeys(("1", "4", "8", "16"), 1.0), kernels.OneDNN)])
+        ({}, kernels.FBGEMM), ({1: 1.04, 16: 1.04}, kernels.FBGEMM), ({1: 1.2}, kernels.OneDNN),
+        ({512: 1.2}, kernels.OneDNN), (dict.fromkeys(kernels.CYCLE_ROWS, 1.0), kernels.OneDNN)])
     def test_fbgemm_is_chosen_where_cycles_gain_and_nothing_loses(self, change, chosen):
-        counts = [str(count) for count in (*kernels.CYCLE_ROWS, *kernels.PROMPT_ROWS)]
-        times = {"oneDNN": dict.fromkeys(counts, 2.0),
-                 "FBGEMM": {count: 2 * change.get(count, 0.7) for count in counts}}
-        assert kernels.faster_kernel(times) is chosen
+        assert kernels.faster_kernel(lambda count, _rounds: change.get(count, 0.7)) is chosen
 
-    def test_a_shape_is_measured_once(self, tmp_path, monkeypatch, caplog):
+    def test_a_shape_is_measured_once(self, tmp_path, monkeypatch):
         measured = []
-
-        def measure(outputs, inputs):
-            measured.append((outputs, inputs))
-            counts = [str(count) for count in (*kernels.CYCLE_ROWS, *kernels.PROMPT_ROWS)]
-            return {"oneDNN": dict.fromkeys(counts, 2.0), "FBGEMM": dict.fromkeys(counts, 1.0)}
-
         monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-        monkeypatch.setattr(kernels, "measure", measure)
+        monkeypatch.setattr(kernels, "shares_of", lambda *shape: measured.append(shape) or (lambda *_: 0.5))
         monkeypatch.setattr(kernels, "has_fbgemm", lambda: True)
         for _ in range(2):
-            kernels._known_times.cache_clear()  # as in another process
+            kernels._fastest.cache_clear()  # as in another process
             assert kernels.fastest_kernel(1000, 1000) is kernels.fastest_kernel(10**6, 1000) is kernels.FBGEMM
             assert measured == [(1000, 1000), (kernels.MOST // 1000, 1000)]  # a part of the larger
         assert kernels.fastest_kernel(8, 8) is kernels.OneDNN and len(measured) == 2
-        for damage in ("{", "[]", '{"oneDNN": {}, "FBGEMM": {}}'):
+        for damage in ("{", "[]", '"cuBLAS"'):
             measured.clear()
             for path in tmp_path.glob("kernels/*.json"):
                 path.write_text(damage)
-            kernels._known_times.cache_clear()
+            kernels._fastest.cache_clear()
             assert kernels.fastest_kernel(1000, 1000) is kernels.FBGEMM and measured == [(1000, 1000)]
-            assert "measuring them" in caplog.text
-        kernels._known_times.cache_clear()
+        kernels._fastest.cache_clear()
 
     @pytest.mark.parametrize("damage", ["missing", "saturates", "no instructions"])
     def test_elsewhere_it_is_onednn(self, damage, monkeypatch):
@@ -522,7 +512,7 @@ class TestFloat32OverWeightsOf16Bits:
         assert texts == [plain] * 2
         file.write_text("damaged")
         eagle_fsd.load(target, head, **options)
-        assert "stock_reason" in file.read_text()
+        assert file.read_text() != "damaged"
 
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)

@@ -195,6 +195,31 @@ def cache_directory() -> Path:
         raise OSError("this user has no home directory for a cache: set EAGLE_FSD_CACHE to a folder") from error
 
 
+def remembered(
+    kind: str, facts: object, find: Callable[[], object], is_valid: Callable[[object], bool]
+) -> object:
+    """What `find` returned when it was called for the same facts in the cache of this user, else what it returns now: a
+    JSON value. A cache that cannot be written is logged.
+
+    Args:
+        kind: the folder in the cache. facts: everything that the value depends on; its `repr` counts.
+        is_valid: whether a value from a file is of the right form; damaged files are replaced.
+    """
+    name = f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
+    with suppress(OSError, ValueError, RecursionError):
+        value = json.loads((cache_directory() / kind / name).read_text(encoding="utf-8"))
+        if is_valid(value):
+            return value
+    value = find()
+    try:
+        path = cache_directory() / kind / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically(path, lambda part: part.write_text(json.dumps(value), encoding="utf-8"))
+    except OSError as error:
+        log.warning("%s cannot be stored (%s) and will be found again next time", kind, error)
+    return value
+
+
 def cache_limit() -> float:
     """The limit of dequantised models in the cache, in bytes: EAGLE_FSD_CACHE_GB, else 30 GB.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +15,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..captured.cycle import CapturedCycles
-from ..data.files import cache_directory, save_atomically
+from ..data.files import remembered
 from ..decoding.request import Request
 from ..decoding.timing import known_latency
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
@@ -274,16 +271,9 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
     facts = (type(target).__name__, target.config.to_json_string(), target.config._attn_implementation,
              weights_digest(target), str(target.dtype), fused, code_version(), torch.__version__,
              transformers.__version__)
-    name = f"checked/{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        reason = json.loads((cache_directory() / name).read_text(encoding="utf-8"))["stock_reason"]
-        remember_check(target, fused, read_structure(target), reason)
-        return
-    reason = TargetModel(target, fused=fused).stock_reason
-    with suppress(OSError):  # it will be checked again
-        path = cache_directory() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps({"stock_reason": reason}), encoding="utf-8"))
+    reason = remembered("checked", facts, lambda: TargetModel(target, fused=fused).stock_reason,
+                        lambda reason: reason is None or isinstance(reason, str))
+    remember_check(target, fused, read_structure(target), reason)
 
 
 def parameter_count(module: torch.nn.Module) -> int:

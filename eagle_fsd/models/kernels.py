@@ -9,25 +9,21 @@ M rows, K inputs of a layer, N outputs.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import logging
 import math
 import os
 import platform
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-from ..data.files import cache_directory, save_atomically
+from ..data.files import remembered
 from ..utils.openmp import WAIT_POLICIES
 
-log = logging.getLogger(__name__)
 ZERO = 128  # of rows as unsigned numbers
 CYCLE_ROWS, PROMPT_ROWS = (1, 4, 8, 16), (32, 128, 512)
 GAIN, LOSS = 0.95, 1.05  # FBGEMM's time in oneDNN's, at most: on average of a cycle's rows; for each number of rows
@@ -114,71 +110,47 @@ def fastest_kernel(outputs: int, inputs: int) -> type[Kernel]:
     if outputs * inputs < LEAST or not has_fbgemm():
         return OneDNN
     with _measuring:
-        return faster_kernel(_known_times(min(outputs, max(1, MOST // inputs)), inputs, torch.get_num_threads()))
-
-
-def faster_kernel(times: Mapping[str, Mapping[str, float]]) -> type[Kernel]:
-    """FBGEMM if it is faster for the rows that cycles have, and slower for no number of rows; else oneDNN.
-
-    Args:
-        times: seconds of each kernel by its name and the number of rows. Those of a prompt's rows may be missing.
-    """
-    ours, other = times[FBGEMM.NAME], times[OneDNN.NAME]
-    shares = [ours[str(count)] / other[str(count)] for count in CYCLE_ROWS]
-    shares += [ours.get(str(count), math.inf) / other.get(str(count), 1.0) for count in PROMPT_ROWS]
-    faster = math.prod(shares[: len(CYCLE_ROWS)]) ** (1 / len(CYCLE_ROWS)) <= GAIN
-    return FBGEMM if faster and max(shares) <= LOSS else OneDNN
+        return _fastest(min(outputs, max(1, MOST // inputs)), inputs, torch.get_num_threads())
 
 
 @functools.cache
-def _known_times(outputs: int, inputs: int, threads: int) -> dict[str, dict[str, float]]:
-    """The times from the cache on disk; otherwise they are measured and stored there."""
+def _fastest(outputs: int, inputs: int, threads: int) -> type[Kernel]:
     facts = outputs, inputs, threads, processor_name(), torch.__version__
-    name = Path("kernels", f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.json")
-    try:
-        times = json.loads((cache_directory() / name).read_text(encoding="utf-8"))
-        faster_kernel(times)
-        return times
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError) as error:
-        log.warning("there are no stored times of products (%s): measuring them", error)
-    times = measure(outputs, inputs)
-    try:
-        path = cache_directory() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps(times, indent=1), encoding="utf-8"))
-    except OSError as error:
-        log.warning("times of products cannot be stored (%s): they will be measured again next time", error)
-    return times
+    names = [kernel.NAME for kernel in KERNELS]
+    found = remembered("kernels", facts, lambda: faster_kernel(shares_of(outputs, inputs)).NAME, names.__contains__)
+    return KERNELS[names.index(found)]
 
 
-@torch.inference_mode()
-def measure(outputs: int, inputs: int) -> dict[str, dict[str, float]]:
-    """Seconds of a product by kernel and number of rows, with weights from memory: the shortest of some rounds. A
-    prompt's rows are measured only where they decide."""
+def faster_kernel(share: Callable[[int, int], float]) -> type[Kernel]:
+    """FBGEMM if it is faster for the rows that cycles have, and slower for no number of rows; else oneDNN.
+
+    Args:
+        share: FBGEMM's time in oneDNN's, for a number of rows; the second number is of rounds to measure.
+    """
+    shares = [share(count, ROUNDS) for count in CYCLE_ROWS]
+    gains = math.prod(shares) ** (1 / len(shares)) <= GAIN and max(shares) <= LOSS
+    return FBGEMM if gains and all(share(count, PROMPT_ROUNDS) <= LOSS for count in PROMPT_ROWS) else OneDNN
+
+
+def shares_of(outputs: int, inputs: int) -> Callable[[int, int], float]:
+    """What `faster_kernel` needs, for weights of this shape that are read from memory: of the shortest rounds."""
     numbers = (torch.arange(inputs) % 255 - 127).to(torch.int8).repeat(outputs, 1)
-    kernels = [kernel(numbers, torch.ones(outputs)) for kernel in KERNELS]
-    other, times = torch.zeros(CACHE // 8, dtype=torch.long), {kernel.NAME: {} for kernel in KERNELS}
+    kernels, other = [kernel(numbers, torch.ones(outputs)) for kernel in KERNELS], torch.zeros(CACHE // 8).long()
 
-    def time_rows(count: int, rounds: int) -> None:
-        rows, shortest = torch.full((count, inputs), ZERO + 0.5), dict.fromkeys(times, math.inf)
-        for _ in range(rounds):
-            for kernel in kernels:
-                copied, _evicting = rows.clone(), other.sum()
-                started = time.perf_counter()
-                kernel(copied)
-                shortest[kernel.NAME] = min(shortest[kernel.NAME], time.perf_counter() - started)
-        for name, seconds in shortest.items():
-            times[name][str(count)] = seconds
+    def seconds(kernel: Kernel, rows: Tensor) -> float:
+        copied, _evicting = rows.clone(), other.sum()
+        started = time.perf_counter()
+        kernel(copied)
+        return time.perf_counter() - started
 
-    for count in CYCLE_ROWS:
-        time_rows(count, ROUNDS)
-    if faster_kernel({name: {**dict.fromkeys(map(str, PROMPT_ROWS), 1.0), **own} for name, own in times.items()}) is (
-            FBGEMM):
-        for count in PROMPT_ROWS:
-            time_rows(count, PROMPT_ROUNDS)
-    return times
+    @torch.inference_mode()
+    def share(count: int, rounds: int) -> float:
+        rows = torch.full((count, inputs), ZERO + 0.5)
+        times = [[seconds(kernel, rows) for kernel in kernels] for _ in range(rounds)]
+        theirs, own = map(min, zip(*times, strict=True))
+        return own / theirs
+
+    return share
 
 
 @functools.lru_cache(maxsize=1)
