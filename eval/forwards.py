@@ -48,9 +48,8 @@ from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
-from eagle_fsd.models.linear import Int8, is_int8, pack_linears, packed_form
+from eagle_fsd.models.linear import Int8, is_int8, pack, packed_form
 from eagle_fsd.models.loading import check_device
-from eagle_fsd.models.memory import MappedFiles
 from eagle_fsd.options.generate import GenerateOptions
 from eval.command import option_record, run_command
 from eval.endpoints import UNCACHED, ask, read_endpoints
@@ -344,7 +343,7 @@ def rates_of(model: EagleModel) -> dict[str, float]:
     device, dtype, inputs = model.target.device, model.target.dtype, LARGE[0]
     holder = nn.Sequential(nn.Linear(*LARGE, bias=False, device=device, dtype=dtype))
     if packed_form(model.target.model):
-        pack_linears(holder, "int8" if is_int8(model.target.model) else None, MappedFiles())
+        pack(holder, "int8" if is_int8(model.target.model) else None)
 
     def fastest(rows: int) -> float:
         ones = torch.ones(rows, inputs, device=device, dtype=dtype)

@@ -32,7 +32,7 @@ from eagle_fsd.models.linear import (
     choose_form,
     fits_half,
     has_half_kernels,
-    pack_linears,
+    pack,
     packed_form,
 )
 from eagle_fsd.models.loading import cpu_dtype, load_target
@@ -53,7 +53,7 @@ def layers(outputs=(48, 16), inputs=64, bias=(True, False)) -> nn.Sequential:
 def packed_layers(form) -> tuple[Joined, nn.Sequential, nn.Sequential]:
     module = layers()
     stock, joined = copy.deepcopy(module), Joined((module, "0"), (module, "1"))
-    joined.pack(form, MappedFiles())
+    joined.pack(form)
     return joined, module, stock
 
 
@@ -288,7 +288,7 @@ def test_other_layers_stay_as_they_are():
         pass
 
     module = nn.Sequential(nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Embedding(4, 4, dtype=torch.bfloat16))
-    pack_linears(module, None, MappedFiles())
+    pack(module, None)
     assert packed_form(module) is None
 
 
@@ -389,7 +389,7 @@ def test_int8_is_for_the_cpu(tmp_path, monkeypatch):
 
 def test_a_packed_layer_joins_only_with_its_own():
     module = layers((8, 8, 8), 16, (False,) * 3)
-    Joined((module, "0"), (module, "1")).pack(None, MappedFiles())
+    Joined((module, "0"), (module, "1")).pack(None)
     rows = torch.randn(2, 16).bfloat16()
     with torch.inference_mode():
         expected = torch.cat([layer(rows) for layer in module], -1)
@@ -517,6 +517,6 @@ class TestFloat32OverWeightsOf16Bits:
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)
         eagle_fsd.save_head(tiny_head(tiny_target(vocab_size=40)), tmp_path / "other")
-        monkeypatch.setattr("eagle_fsd.models.causal_lm.pack_linears", lambda *_: pytest.fail("packed"))
+        monkeypatch.setattr("eagle_fsd.models.causal_lm.pack", lambda *_: pytest.fail("packed"))
         with pytest.raises(ValueError, match="does not fit the target: its vocabulary size is 40"):
             eagle_fsd.load(target, tmp_path / "other", device="cpu", tree=None)

@@ -34,12 +34,11 @@ from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading.load import set_attention
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import generation_digest, tokenizer_digests
-from eagle_fsd.models.linear import form_name
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.utils.checks import check_interval, require_number
 
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
-from .teacher import target_digest
+from .teacher import form_name, target_digest
 
 EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 

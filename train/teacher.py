@@ -22,7 +22,7 @@ from eagle_fsd.loading.load import pack_early
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.causal_lm import output_logits
 from eagle_fsd.models.digest import config_digest
-from eagle_fsd.models.linear import check_quantization, form_name
+from eagle_fsd.models.linear import CLASSES, check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
 from eagle_fsd.models.target import OutputRows, TargetModel, copy_to
 
@@ -32,6 +32,11 @@ from .config import TrainingConfig
 def target_digest(target: TargetModel) -> str:
     """The digest of a target's weights and of its config."""
     return f"{target.digest()}/{config_digest(target.model.config)}"
+
+
+def form_name(quantization: str | None) -> str | None:
+    """The form of a quantisation, for the keys of what is stored about it; None: there is none."""
+    return None if quantization is None else CLASSES[quantization].NAME
 
 
 class TargetEnds(nn.Module):

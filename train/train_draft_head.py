@@ -32,7 +32,6 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.models.digest import tokenizer_digests
-from eagle_fsd.models.linear import form_name
 from eagle_fsd.models.loading import bfloat16_is_faster
 
 from . import features, prepare_data
@@ -41,7 +40,7 @@ from .evaluation import Evaluation
 from .schedule import check_size
 from .states import Logs, depends_on, resume, save_state
 from .stopping import StopRequest, any_process
-from .teacher import read_index
+from .teacher import form_name, read_index
 from .trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")

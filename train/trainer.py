@@ -17,14 +17,13 @@ from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.models.linear import form_name
 
 from .config import TrainingConfig
 from .heads import new_head, set_draft_vocabulary
 from .objectives import AlignedLoss
 from .prepare_data import answers_of
 from .schedule import DocumentSplit, Schedule, feature_noise, split_batch, warmup_steps
-from .teacher import Teacher
+from .teacher import Teacher, form_name
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:

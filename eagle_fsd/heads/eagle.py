@@ -22,9 +22,8 @@ from ..models.cache import BucketCache, TreeCache, cache_name
 from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over, version_of
 from ..models.hooks import structure_of
-from ..models.linear import Joined, pack_linears
+from ..models.linear import Joined, pack
 from ..models.masks import additive, causal_ancestors, visible_keys
-from ..models.memory import MappedFiles
 from ..models.target import OutputRows, TargetModel
 
 log = logging.getLogger(__name__)
@@ -301,13 +300,10 @@ class DraftHead(nn.Module):
 
     def pack_for(self, target: TargetModel, form: str | None) -> None:
         self.original_digest = weights_digest(self)
-        files = MappedFiles()
-        Joined((self, "fc")).pack(None, files)  # never int8: its row also has small embeddings
-        for joined in self.fused[0].joined if self.fused else ():
-            joined.pack(form, files)
-        pack_linears(self, form, files)
+        Joined((self, "fc")).pack(None)  # never int8: its row also has small embeddings
+        pack(self, form, groups=self.fused[0].joined if self.fused else ())
         if isinstance(self.output_rows, OutputRows):
-            self.output_rows.pack(form, target.lm_head, files)
+            self.output_rows.pack(form, target.lm_head)
 
     def own_logits(
         self,

@@ -21,7 +21,7 @@ from ..models import GROUPED, STOCK
 from ..models.causal_lm import CausalLM
 from ..models.linear import check_quantization, device_of
 from ..models.loading import check_device, convert_buffers, load_compact, load_target
-from ..models.memory import MappedFiles, trim
+from ..models.memory import trim
 from ..models.target import TargetModel
 from ..options.load import LoadKeywords, LoadOptions
 from ..options.option import lists_options
@@ -135,7 +135,7 @@ def pack_early(
             rows = head.output_rows = adapter.output_rows(head.token_map)
     adapter.pack(quantization, dtype)
     if rows is not None:
-        rows.pack(quantization, adapter.lm_head, MappedFiles(), dtype)
+        rows.pack(quantization, adapter.lm_head, dtype)
     trim()
     if dtype is None:
         return

@@ -21,9 +21,8 @@ from .check import TreeCheck, check_config, remember_check, remembered_checks
 from .digest import weights_digest
 from .fused import FusedDecoder, FusedLayer, Unsupported, version_of
 from .hooks import recorded_inputs, structure_of
-from .linear import device_of, dtype_of, is_int8, pack_linears
+from .linear import device_of, dtype_of, is_int8, pack
 from .masks import MaskedLayers, causal_ancestors
-from .memory import MappedFiles, copy_from_files
 
 log = logging.getLogger(__name__)
 
@@ -256,19 +255,14 @@ class CausalLM:
         return "fused" if self.fused else f"{self.config._attn_implementation} ({self.stock_reason})"
 
     def pack(self, form: str | None, dtype: torch.dtype | None = None) -> None:
-        """Replace plain linear layers on a CPU by packed ones, see `models.linear`.
+        """Replace plain linear layers on a CPU by packed ones, see `linear.pack`.
 
         Args:
             dtype: the model computes in it from now on (only right after loading); None: keep the weights' own dtype.
         """
         self.model.original_digest = weights_digest(self.model)
-        files = MappedFiles()
-        for weight in self.model.parameters() if dtype is not None else ():
-            files.release(weight)  # the digest has read a few numbers, and the system has mapped many pages around each
-        copy_from_files(self.model, files, skip=nn.Linear)  # first, because a linear layer can share a tied weight
         groups = [joined for layer in self.fused.layers for joined in layer.joined] if self.fused else []
-        pack_linears(self.model, form, files, dtype, groups)
-        copy_from_files(self.model, files, dtype=dtype)
+        pack(self.model, form, dtype, groups)
 
     # Parts --------------------------------------------------------------------------------------------------------
 

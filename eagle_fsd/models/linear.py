@@ -16,7 +16,7 @@ from tqdm import tqdm
 from . import QUANTIZATIONS
 from .hooks import is_hooked
 from .kernels import ZERO, fastest_kernel
-from .memory import MappedFiles
+from .memory import MappedFiles, copy_from_files
 
 
 class Packed:
@@ -58,12 +58,7 @@ class Half:
 
     NAME = "float16"
 
-    def __init__(
-        self,
-        weight: Tensor,  # [N, K]
-        bias: Tensor | None,  # [N]
-        dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         self.bias, self.dtype, self.outputs = bias, dtype or weight.dtype, len(weight)
         self.weight = torch.ops.quantized.linear_prepack_fp16(weight.float(), None if bias is None else bias.float())
 
@@ -93,12 +88,7 @@ class Int8:
     LARGEST = 127
     PART = 256  # rows of a weight that are rounded together, in the processor's cache
 
-    def __init__(
-        self,
-        weight: Tensor,  # [N, K]
-        bias: Tensor | None,  # [N]
-        dtype: torch.dtype | None = None,  # of the layer's inputs and outputs; None: the weight's
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         self.rotation = hadamard(block_size(weight.shape[1], self.BLOCK))  # [S, S]
         self.scales = torch.empty(len(weight))  # [N]
         numbers = torch.empty(weight.shape, dtype=torch.int8)
@@ -244,11 +234,7 @@ class PackedLinear(nn.Linear):
 
     def stock(self) -> nn.Linear:
         """A stock layer with the same weight."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        layer.weight = nn.Parameter(self.weight.clone(), requires_grad=False)
-        if self.bias is not None:
-            layer.bias = nn.Parameter(self.bias.clone(), requires_grad=False)
-        return layer.eval()
+        return linear_of(self.weight.clone(), None if self.bias is None else self.bias.clone())
 
     def __deepcopy__(self, memo: dict) -> nn.Linear:
         return self.stock()
@@ -259,6 +245,18 @@ class PackedLinear(nn.Linear):
 
 def _unpickle(layer: nn.Linear) -> nn.Linear:
     return layer
+
+
+def linear_of(
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None,  # [N]
+) -> nn.Linear:
+    """A stock layer with these weights, which are not trained."""
+    layer = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer.eval()
 
 
 class Joined:
@@ -308,12 +306,11 @@ class Joined:
         return vars(self) | {"decided": ([], None)}  # a copy has layers of its own, which are not packed
 
     @torch.no_grad()
-    def pack(self, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None) -> None:
-        """Replace the layers by packed ones, if all are plain and have the same form (`choose_form`); on an accelerator
-        `stack` them.
+    def pack(self, quantization: str | None, dtype: torch.dtype | None = None) -> None:
+        """Replace the layers by packed ones where they are plain: by parts of one weight if all have the same form
+        (`choose_form`), else each alone. On an accelerator `stack` them.
 
         Args:
-            files: mapped files, whose pages are released after packing.
             dtype: input and output dtype of the packed layers; None: the dtype of their weights.
         """
         layers = self.layers
@@ -321,8 +318,12 @@ class Joined:
             self.stack()
             return
         forms = {choose_form(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
+        if len(forms) > 1:
+            for place in self.places:
+                Joined(place).pack(quantization, dtype)
+            return
         form = forms.pop()
-        if form is None or forms:
+        if form is None:
             return
         biases = [layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
                   for layer in layers]
@@ -332,7 +333,6 @@ class Joined:
         for (module, name), layer in zip(self.places, layers, strict=True):
             setattr(module, name, PackedLinear(layer, packed, slice(start, start + layer.out_features)))
             start += layer.out_features
-            files.release(layer.weight)
 
     @torch.no_grad()
     def stack(self) -> None:
@@ -382,39 +382,39 @@ def _stacked(parts: Sequence[nn.Parameter]) -> Tensor:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
-def pack_linears(
-    module: nn.Module, quantization: str | None, files: MappedFiles, dtype: torch.dtype | None = None,
-    groups: Sequence[Joined] = (),
+@torch.no_grad()
+def pack(
+    module: nn.Module, quantization: str | None, dtype: torch.dtype | None = None, groups: Sequence[Joined] = ()
 ) -> None:
-    """Pack the plain linear layers of a module for which `choose_form` has a form.
+    """Pack the plain linear layers of a module for which `choose_form` has a form, and copy its other weights out of
+    mapped files, which are not needed afterwards.
 
     Args:
-        dtype: see `Joined.pack`.
+        dtype: of all floating parameters, and of inputs and outputs of packed layers; None: their own.
         groups: layers to be computed as one; all others are packed alone.
     """
-    def pack(joined: Joined) -> None:
-        joined.pack(quantization, files, dtype)
-
-    def pack_all(work: Sequence[Joined]) -> None:
-        # The largest first, so that their copies are freed before most others exist. FBGEMM packs in one thread.
-        work = sorted(work, key=lambda joined: -joined.outputs)
-        if quantization is not None:
-            for joined in work:  # measured now, since the threads would disturb it
-                fastest_kernel(joined.outputs, joined.layers[0].in_features)
-        with ThreadPoolExecutor(min(WORKERS, torch.get_num_threads())) as pool:
-            bar = tqdm(total=len(work), desc="packing weights", unit="layer", leave=False, disable=None)
-            for _ in pool.map(pack, work):
-                bar.update()
-            bar.close()
-
-    def alone() -> list[Joined]:
-        return [Joined((parent, name)) for parent in list(module.modules()) for name, child in parent.named_children()
-                if _is_plain(child)]
-
+    files = MappedFiles()
+    for weight in module.parameters() if dtype is not None else ():
+        files.release(weight)  # a digest has read a few numbers, and the system has mapped many pages around each
+    copy_from_files(module, files, skip=nn.Linear)  # first, because a linear layer can share a tied weight
     grouped = {id(layer) for joined in groups for layer in joined.layers}
-    pack_all([*groups, *(joined for joined in alone() if id(joined.layers[0]) not in grouped)])
-    if grouped:  # a group whose layers need different forms is still plain
-        pack_all([joined for joined in alone() if id(joined.layers[0]) in grouped])
+    work = [*groups, *(Joined((parent, name)) for parent in module.modules() for name, child in parent.named_children()
+                       if _is_plain(child) and id(child) not in grouped)]
+    work.sort(key=lambda joined: -joined.outputs)  # the largest first: copies are freed before most others exist
+    if quantization is not None:
+        for joined in work:  # measured now, since the threads would disturb it
+            fastest_kernel(joined.outputs, joined.layers[0].in_features)
+
+    def pack_one(joined: Joined) -> None:
+        weights = [layer.weight for layer in joined.layers if _is_plain(layer)]
+        joined.pack(quantization, dtype)
+        for weight in weights:
+            files.release(weight)
+
+    with ThreadPoolExecutor(min(WORKERS, torch.get_num_threads())) as pool:  # FBGEMM packs in one thread
+        list(tqdm(pool.map(pack_one, work), total=len(work), desc="packing weights", unit="layer", leave=False,
+                  disable=None))
+    copy_from_files(module, files, dtype=dtype)
 
 
 def _is_stock(layer: nn.Module) -> bool:
@@ -447,11 +447,6 @@ def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
     return next((form.NAME for form in CLASSES.values() if form.NAME in names), max(names, default=None))
-
-
-def form_name(quantization: str | None) -> str | None:
-    """The `NAME` of a quantisation, for the keys of what is stored about it; None: there is none."""
-    return None if quantization is None else CLASSES[quantization].NAME
 
 
 def packed_kernels(module: nn.Module) -> list[str]:

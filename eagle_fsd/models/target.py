@@ -15,8 +15,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from .causal_lm import CausalLM, output_logits
-from .linear import device_of, dtype_of, pack_linears
-from .memory import MappedFiles, copy_from_files
+from .linear import device_of, dtype_of, linear_of, pack
 
 
 class TargetModel(CausalLM):
@@ -98,11 +97,7 @@ class OutputRows:
         softcap: float | None,
     ) -> OutputRows:
         weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
-        layer = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
-        layer.weight = nn.Parameter(weight[tokens], requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias[tokens], requires_grad=False)
-        return cls(lm_head, layer, scale, softcap)
+        return cls(lm_head, linear_of(weight[tokens], None if bias is None else bias[tokens]), scale, softcap)
 
     def __call__(self, features: Tensor) -> Tensor:
         return output_logits(self.layer, features.to(dtype_of(self.layer)), self.scale, self.softcap)
@@ -112,9 +107,7 @@ class OutputRows:
         return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
                 and device_of(self.layer) == device_of(lm_head))
 
-    def pack(
-        self, form: str | None, lm_head: nn.Module, files: MappedFiles, dtype: torch.dtype | None = None
-    ) -> None:
+    def pack(self, form: str | None, lm_head: nn.Module, dtype: torch.dtype | None = None) -> None:
         """Pack the rows.
 
         Args:
@@ -122,8 +115,7 @@ class OutputRows:
             dtype: see `CausalLM.pack`.
         """
         parent = nn.Sequential(self.layer)
-        pack_linears(parent, form, files, dtype)
-        copy_from_files(parent, files, dtype=dtype)
+        pack(parent, form, dtype)
         self.layer, self.source = parent[0], lm_head
 
 
