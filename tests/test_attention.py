@@ -17,10 +17,15 @@ import eagle_fsd
 from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.drafting.tree import ancestors_of
 from eagle_fsd.models import GROUPED, SPLIT
-from eagle_fsd.models import flash as flash_module
-from eagle_fsd.models.attention import grouped_attention, split_attention, stock_attention, tree_attention
-from eagle_fsd.models.flash import find_flash
-from eagle_fsd.models.fused import flash_works
+from eagle_fsd.models import attention as attention_module
+from eagle_fsd.models.attention import (
+    find_flash,
+    flash_works,
+    grouped_attention,
+    split_attention,
+    stock_attention,
+    tree_attention,
+)
 from eagle_fsd.models.masks import MaskedLayers
 from eagle_fsd.models.target import TargetModel
 
@@ -117,13 +122,12 @@ class Package(ModuleType):
         window_size=(-1, -1), softcap=0.0, num_splits=0, return_softmax_lse=False,
     ):
         assert return_softmax_lse and q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16
-        assert k_cache.stride(-1) == v_cache.stride(-1) == 1
+        assert k_cache.stride(-1) == v_cache.stride(-1) == 1 and not causal
         assert cache_seqlens is None or cache_seqlens.dtype == torch.int32
-        self.calls.append((causal, None if cache_seqlens is None else cache_seqlens.tolist(), k_cache.shape[1]))
         (batch, nodes, heads, _), keys = q.shape, k_cache.shape[1]
-        seen = torch.ones(batch, nodes, keys).tril(keys - nodes if causal else keys).bool()
-        if cache_seqlens is not None:
-            seen &= torch.arange(keys) < cache_seqlens[:, None, None]
+        lengths = torch.full((batch,), keys) if cache_seqlens is None else cache_seqlens
+        self.calls.append((lengths.tolist(), keys))
+        seen = torch.arange(keys).expand(batch, nodes, keys) < lengths[:, None, None]
         k, v = (each.double().repeat_interleave(heads // each.shape[2], 2) for each in (k_cache, v_cache))
         scores = torch.einsum("bnhd,bkhd->bhnk", q.double(), k) * softmax_scale
         scores = (scores / softcap).tanh() * softcap if softcap else scores
@@ -137,7 +141,7 @@ def install(monkeypatch):
     """Installs such packages on a device of a given compute capability, and no others."""
 
     def install(capability, *names):
-        monkeypatch.setattr(flash_module, "_capability", lambda device: capability)
+        monkeypatch.setattr(attention_module, "_capability", lambda device: capability)
         find_flash.cache_clear()
         packages = {name: Package(name) for name in names}
         for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
@@ -217,7 +221,7 @@ def test_grouped_is_stock_sdpa(dtype, nodes, heads):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}], ids=str)
-def test_flash_takes_the_prefix_and_the_prefill(options, install):
+def test_flash_takes_the_text_before_a_tree(options, install):
     package = install(8, "flash_attn")["flash_attn"]
     own = {"scaling": 0.5, "softcap": options.get("softcap"),
            "s_aux": torch.randn(4).bfloat16() if "sinks" in options else None}
@@ -226,16 +230,16 @@ def test_flash_takes_the_prefix_and_the_prefill(options, install):
         mask, more = options_of(SPLIT, 20, lengths, dtype=torch.bfloat16)
         found = call(split_attention, query, key, value, mask, **own, **more)
         assert_close(found, slow_attention(query, key, value, seen_by(20, lengths), *own.values()))
-    for nodes, keys in ((1, 5), (NODES, NODES)):
+    assert package.calls == [([20], 20 + NODES), ([20, 7], 20 + NODES)]
+    for nodes, keys in ((1, 5), (NODES, NODES)):  # a prompt, and a single token
         query, key, value = states(keys, nodes=nodes, dtype=torch.bfloat16)
         seen = torch.ones(1, nodes, keys).tril(keys - nodes).bool()
         found = call(split_attention, query, key, value, None, **own)
         assert_close(found, slow_attention(query, key, value, seen, *own.values()))
-    assert package.calls == [(False, None, 20), (False, [20, 7], 20 + NODES), (False, None, 5), (True, None, NODES)]
-    mask, _ = options_of(SPLIT, 20, [20], dtype=torch.bfloat16)
+    mask, more = options_of(SPLIT, 20, [20], dtype=torch.bfloat16)
     for sizes in ({"size": 12}, {"width": 16}, {"size": 264}, {"dtype": torch.float32}):
         with pytest.raises(ValueError, match="no installed flash-attn supports"):
-            call(split_attention, *states(20 + NODES, **{"dtype": torch.bfloat16} | sizes), mask)
+            call(split_attention, *states(20 + NODES, **{"dtype": torch.bfloat16} | sizes), mask, **more)
 
 
 @pytest.mark.parametrize(("capability", "installed", "used"), [
@@ -256,12 +260,12 @@ def test_version_4_is_called_by_its_own_names(capability, splits, install):
     """On Hopper without splits of the keys, which it does not support there."""
     package = install(capability, "flash_attn.cute")["flash_attn.cute"]
 
-    def cute(q, k, v, *, softmax_scale, causal, softcap, num_splits, return_lse, seqused_k=None):
+    def cute(q, k, v, *, softmax_scale, softcap, num_splits, return_lse, seqused_k=None):
         assert num_splits == splits
         return package.flash_attn_with_kvcache(q, k, v, cache_seqlens=seqused_k, softmax_scale=softmax_scale,
-                                               causal=causal, softcap=softcap, return_softmax_lse=return_lse)
+                                               softcap=softcap, return_softmax_lse=return_lse)
 
-    package.flash_attn_func = package.flash_attn_varlen_func = cute
+    package.flash_attn_varlen_func = cute
     for lengths in ([20], [20, 7]):
         query, key, value = states(20 + NODES, batch=len(lengths), dtype=torch.bfloat16)
         mask, more = options_of(SPLIT, 20, lengths, dtype=torch.bfloat16)
@@ -281,7 +285,7 @@ def test_flash_of_texts_whose_lengths_are_a_tensor(install):
     attend = tree_attention(lengths, ANCESTORS.expand(2, -1, -1), torch.bfloat16)
     found = attend(query.transpose(1, 2), *bucket, 0.5).unflatten(2, (query.shape[1], -1))
     assert_close(found, slow_attention(query, key, value, seen_by(20, lengths.tolist()), 0.5))
-    assert package.calls == [(False, [20, 7], 40)]
+    assert package.calls == [([20, 7], 40)]
 
 
 def test_captured_cycles_decode_with_it(install):
@@ -329,7 +333,7 @@ def test_a_pair_decodes_with_it(install):
     package = install(8, "flash_attn")["flash_attn"]
     target = TargetModel(tiny_target("qwen3", attention="sdpa").bfloat16())
     target.use_attention(SPLIT)
-    assert {lengths is None for _, lengths, _ in package.calls} == {True, False}
+    assert package.calls
     package.calls.clear()
     pair = tiny_pair("qwen3", attention="sdpa")
     pair = eagle_fsd.EagleModel.from_parts(target.model, pair.draft)

@@ -42,7 +42,7 @@ from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.inputs.requests import make_requests
-from eagle_fsd.models import fused
+from eagle_fsd.models.attention import flash_works
 from eagle_fsd.options.generate import GenerateOptions
 
 TREE, CHAIN = TreeConfig(12, 3, 3), TreeConfig(16, 15, 1)
@@ -217,11 +217,10 @@ def test_flash_attn_that_fails_is_not_used(monkeypatch, caplog):
     def broken(*tensors, **options):
         raise RuntimeError("no kernel image is available")
 
-    for module in ("models.fused", "models.attention"):
-        monkeypatch.setattr(f"eagle_fsd.{module}.flash_for", lambda query, value: broken)
-    fused.flash_works.cache_clear()
+    monkeypatch.setattr("eagle_fsd.models.attention.flash_for", lambda query, value: broken)
+    flash_works.cache_clear()
     both(tiny_pair(), PROMPTS, max_new_tokens=8)
-    fused.flash_works.cache_clear()
+    flash_works.cache_clear()
     assert "no kernel image" in caplog.text
 
 

@@ -9,15 +9,9 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.loading.pair import EagleModel
+from eagle_fsd.models.attention import InvariantAttention, attention_over, masked_products
 from eagle_fsd.models.check import TreeCheck
-from eagle_fsd.models.fused import (
-    FusedDecoder,
-    InvariantAttention,
-    Unsupported,
-    attention_over,
-    masked_products,
-    silu_by_rows,
-)
+from eagle_fsd.models.fused import FusedDecoder, Unsupported, silu_by_rows
 from eagle_fsd.models.masks import additive
 from eagle_fsd.models.target import TargetModel
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from ..models.attention import GROUPED  # the module registers it with transformers
+from ..models.attention import GROUPED, attention_over  # the module registers it with transformers
 from ..models.cache import BucketCache, TreeCache, cache_name
 from ..models.digest import weights_digest
-from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, attention_over, version_of
+from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, version_of
 from ..models.hooks import structure_of
 from ..models.linear import Joined, pack
 from ..models.masks import additive, causal_ancestors, visible_keys

@@ -57,9 +57,8 @@ class MaskedLayers:
     ) -> dict[str, object]:
         """Keywords of a tree's forward: additive masks [B, 1, N, *], one per layer type or one for all.
 
-        For "split", a mask has the columns of `ancestors` only, and `prefix_lengths` [B] contains the number of keys
-        before these where the rows differ. Layers whose reach ends within the text, and all other implementations, get
-        a mask of all keys.
+        For "split", a mask has the columns of `ancestors` only, and `text_lengths` [B] are the keys before these.
+        Layers whose reach ends within the text, and all other implementations, get a mask of all keys.
         """
         masks = {}
         for kind in dict.fromkeys(self.kinds):
@@ -71,8 +70,9 @@ class MaskedLayers:
             visible = visible_keys(ancestors, start, keys)
             masks[kind] = additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
         options: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
-        if implementation == SPLIT and isinstance(start, Tensor):
-            options["prefix_lengths"] = start + ancestors.shape[1] - ancestors.shape[2]
+        if implementation == SPLIT:
+            batch, nodes, last = ancestors.shape
+            options["text_lengths"] = ancestors.new_zeros(batch, dtype=torch.long) + start + nodes - last
         return options
 
 
