@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from eagle_fsd import EagleModel
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.heads.output_rows import OutputRows
 from eagle_fsd.heads.unrolling import aligned_mask
-from eagle_fsd.models.target import OutputRows
 from train.objectives import (
     OBJECTIVES,
     TERMS,

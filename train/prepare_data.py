@@ -33,7 +33,7 @@ from eagle_fsd.data.sources import is_hub_id
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.loading.load import set_attention
 from eagle_fsd.loading.pair import EagleModel
-from eagle_fsd.models.digest import generation_digest, tokenizer_digests
+from eagle_fsd.measure.records import generation_digest, tokenizer_digests
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.utils.checks import check_interval, require_number
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import check_same
+from eagle_fsd.heads.output_rows import OutputRows
 from eagle_fsd.loading.load import pack_early
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.causal_lm import output_logits
 from eagle_fsd.models.digest import config_digest
 from eagle_fsd.models.linear import CLASSES, check_quantization
 from eagle_fsd.models.loading import load_compact, load_target
-from eagle_fsd.models.target import OutputRows, TargetModel, copy_to
+from eagle_fsd.models.target import TargetModel, copy_to
 
 from .config import TrainingConfig
 

@@ -31,7 +31,7 @@ from eagle_fsd.data.files import check_same, only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
-from eagle_fsd.models.digest import tokenizer_digests
+from eagle_fsd.measure.records import tokenizer_digests
 from eagle_fsd.models.loading import bfloat16_is_faster
 
 from . import features, prepare_data

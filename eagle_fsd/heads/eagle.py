@@ -24,7 +24,8 @@ from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, version_of
 from ..models.hooks import structure_of
 from ..models.linear import Joined, pack
 from ..models.masks import additive, causal_ancestors, visible_keys
-from ..models.target import OutputRows, TargetModel
+from ..models.target import TargetModel
+from .output_rows import OutputRows
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class DraftHead(nn.Module):
             self.share_embeddings(target.embeddings_on(target.output_device))
         self.to(device=target.output_device, dtype=target.dtype).eval()
         if self.token_map is not None and not (self.output_rows and self.output_rows.copied_from(target.lm_head)):
-            self.output_rows = target.output_rows(self.token_map)
+            self.output_rows = OutputRows.copied(target, self.token_map)
             if self.output_rows is None:
                 log.warning("the draft head has %d of %d tokens, but the rows of the target's output layer are not "
                             "plain weights: the whole layer is computed", self.draft_vocab_size, target.vocab_size)

@@ -17,6 +17,7 @@ from ..drafting.language_model import DraftModel
 from ..heads.catalogue import display_name, find_pair
 from ..heads.checkpoint import is_causal_lm, load_head
 from ..heads.eagle import DraftHead
+from ..heads.output_rows import OutputRows
 from ..models import GROUPED, STOCK
 from ..models.causal_lm import CausalLM
 from ..models.linear import check_quantization, device_of
@@ -132,7 +133,7 @@ def pack_early(
     if head is not None:
         head.check_sizes(adapter)
         if head.token_map is not None:  # before packing: later the layer would have to be unpacked
-            rows = head.output_rows = adapter.output_rows(head.token_map)
+            rows = head.output_rows = OutputRows.copied(adapter, head.token_map)
     adapter.pack(quantization, dtype)
     if rows is not None:
         rows.pack(quantization, adapter.lm_head, dtype)

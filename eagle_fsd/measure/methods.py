@@ -24,8 +24,8 @@ from ..drafting.language_model import DraftModel
 from ..inputs.prompts import ChatTokens, encode_prompts
 from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
-from ..models.digest import generation_digest, tokenizer_digests
 from ..options.generate import SAMPLING
+from .records import generation_digest, tokenizer_digests
 from .settings import ComparisonOptions
 
 

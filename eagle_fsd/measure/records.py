@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..data.files import json_digest
 from ..models.kernels import processor_name
 from ..utils.version import CHANGES, ROOT, commit
 
@@ -41,6 +43,20 @@ def environment() -> dict:
         "threads": torch.get_num_threads(),
         "preloaded": [Path(name).name for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()],
     }
+
+
+def generation_digest(model: PreTrainedModel) -> str | None:
+    """A digest of a model's generation config, which changes greedy answers too; None: it has none."""
+    if model.generation_config is None:
+        return None
+    fields = model.generation_config.to_diff_dict().items()
+    return json_digest({name: value for name, value in fields if name != "transformers_version"})
+
+
+def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Digests of the chat template and the vocabulary, with which prompts become tokens."""
+    template = getattr(tokenizer, "chat_template", None)
+    return {"chat_template": json_digest(template), "vocabulary": json_digest(tokenizer.get_vocab())}
 
 
 def shown(value: object) -> str:

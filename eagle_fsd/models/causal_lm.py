@@ -155,23 +155,23 @@ class CausalLM:
 
     def _read(self, check: bool) -> Forward:
         """The forward of the model as it is, by `FusedDecoder` if that is wanted and computes the same."""
-        model, structure, wanted, forward = self.model, read_structure(self.model), self.wants_fused, None
-        reason, tree_check = None if wanted else "it was not requested", None
+        model, structure, wanted = self.model, read_structure(self.model), self.wants_fused
         passed = remembered_checks(model) if check else {}
+        reason, tree_check = None if wanted else "it was not requested", None
         if (wanted, structure) in passed:
             reason = passed[wanted, structure]
         elif check and is_int8(model):  # two forwards differ by more than the check tolerates
             reason = "it has changed since it was packed as int8"
         elif check:
-            tree_check = self._tree_check()
+            tree_check = TreeCheck(self)
         if reason is None:
             try:
                 forward = Forward(model, structure, None, batch_invariant=self.batch_invariant)
                 self._compare(tree_check, forward)
             except Exception as error:  # a kernel can raise any exception
-                forward, reason = None, str(error)
+                reason = str(error)
                 log.info("%s uses its stock decoder: %s", type(model).__name__, error)
-        if forward is None:
+        if reason is not None:
             forward = Forward(model, structure, reason)
             try:
                 self._compare(tree_check, forward)
@@ -184,6 +184,13 @@ class CausalLM:
             remember_check(model, wanted, structure, reason)
         return forward
 
+    def _compare(self, tree_check: TreeCheck | None, forward: Forward) -> None:
+        """Run the check, if there is one, on another forward than the current one."""
+        if tree_check is not None:
+            other = copy.copy(self)
+            other.current = forward
+            tree_check.compare(other)
+
     def use_attention(self, implementation: str) -> None:
         """Switch the stock decoder to another attention implementation if the logits stay the same.
 
@@ -193,7 +200,7 @@ class CausalLM:
         """
         before = self.config._attn_implementation
         try:
-            tree_check = self._tree_check()
+            tree_check = TreeCheck(self)
             self.model.set_attn_implementation(implementation)
             if self.config._attn_implementation != implementation:
                 raise ValueError("its class cannot select its attention by name")
@@ -204,33 +211,6 @@ class CausalLM:
             self.model.set_attn_implementation(before)
             model = type(self.model).__name__
             raise ValueError(f"{model} keeps attention {before}, because {implementation} fails: {error}") from error
-
-    def _tree_check(self) -> TreeCheck:
-        rows = 1 if self.positions_from_cache else 2
-        return TreeCheck(self.model, self.vocab_size, rows=rows, device=self.device, dtype=self.dtype)
-
-    def _compare(self, tree_check: TreeCheck | None, forward: Forward) -> None:
-        """Run the check, if there is one, on another forward than the current one."""
-        if tree_check is not None:
-            other = copy.copy(self)
-            other.current = forward
-            tree_check.compare(other._tree_logits)
-
-    @torch.inference_mode()
-    def _tree_logits(
-        self,
-        texts: Tensor,  # [B, L]
-        lengths: Sequence[int],  # tokens of each row before the tree
-        trees: Tensor,  # [B, N]
-        ancestors: Tensor,  # [N, N] bool
-    ) -> Tensor:  # [B, N, V]
-        """Logits of a tree by `prefill` and `verify`."""
-        cache = self.new_cache(texts.shape[1] + trees.shape[1], len(texts))
-        self.prefill(texts, cache)
-        cache.commit([0] * len(texts), [range(length) for length in lengths])
-        ancestors = ancestors.to(self.device).expand(len(texts), -1, -1)
-        positions = torch.tensor(lengths, device=self.device)[:, None] + ancestors.sum(-1) - 1
-        return self.logits(self.verify(trees, positions, ancestors, cache))
 
     @property
     def decoder(self) -> nn.Module:

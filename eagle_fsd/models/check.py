@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -93,46 +93,47 @@ class TreeCheck:
     rows, after texts of different lengths; in one row if the model takes positions from the cache.
 
     Args:
-        device: of the token embeddings. dtype: that the model computes in.
+        adapter: a `causal_lm.CausalLM`.
 
     Raises:
         ValueError: the model's own forward fails, or its logits are not finite.
     """
 
     @torch.inference_mode()
-    def __init__(
-        self, model: PreTrainedModel, vocab_size: int, *, rows: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.model, self.dtype, self.lengths = model, dtype, TEXT_LENGTHS[:rows]
+    def __init__(self, adapter: Any) -> None:
+        model, self.lengths = adapter.model, TEXT_LENGTHS[: 1 if adapter.positions_from_cache else 2]
         size = TEXT_LENGTHS[0] + len(TREE_MASK)
-        tokens = (torch.arange(rows * size, device=device).view(rows, size) * 7 + 1) % vocab_size
-        self.texts, self.trees = tokens[:, : TEXT_LENGTHS[0]], tokens[:, TEXT_LENGTHS[0] :]
+        tokens = torch.arange(len(self.lengths) * size, device=adapter.device).view(-1, size) * 7 + 1
+        self.texts, self.trees = (tokens % adapter.vocab_size).split([TEXT_LENGTHS[0], len(TREE_MASK)], 1)
         cases = [(row, length, path) for row, length in enumerate(self.lengths) for path in TREE_PATHS]
         plain = [torch.cat([self.texts[row, :length], self.trees[row, path]]) for row, length, path in cases]
         with refused(f"{type(model).__name__} is not supported: its own forward fails"):
             logits = model(input_ids=pad_sequence(plain, True), use_cache=False).logits.float()
         if not logits.isfinite().all():
             raise ValueError(f"{type(model).__name__} is damaged or not supported: its logits are not finite in "
-                             f"{dtype}")
+                             f"{adapter.dtype}")
         self.expected = logits.new_empty(*self.trees.shape, logits.shape[-1])  # [B, N, V]
         for (row, length, path), path_logits in zip(cases, logits, strict=True):
             self.expected[row, path] = path_logits[length : length + len(path)]
 
-    def compare(self, tree_logits: Callable[..., Tensor]) -> None:
-        """Raise ValueError unless the logits of the tree are as expected.
-
-        Args:
-            tree_logits: computes them [B, N, V] from texts, their lengths, the nodes and their mask.
-        """
+    @torch.inference_mode()
+    def compare(self, adapter: Any) -> None:
+        """Raise ValueError unless the logits of the tree by `prefill` and `verify` are as expected."""
+        rows, place = len(self.lengths), adapter.device
         with refused("it cannot verify a tree"):
-            logits = tree_logits(self.texts, self.lengths, self.trees, TREE_MASK)
+            cache = adapter.new_cache(TEXT_LENGTHS[0] + len(TREE_MASK), rows)
+            adapter.prefill(self.texts, cache)
+            cache.commit([0] * rows, [range(length) for length in self.lengths])
+            ancestors = TREE_MASK.to(place).expand(rows, -1, -1)
+            positions = torch.tensor(self.lengths, device=place)[:, None] + ancestors.sum(-1) - 1
+            logits = adapter.logits(adapter.verify(self.trees, positions, ancestors, cache))
         expected = self.expected.to(logits.device)
         error = ((logits - expected).abs().max() / expected.abs().max()).item()
-        quantised = getattr(self.model, "is_quantized", False)
-        if not error <= (TOLERANCE if self.dtype in FULL_PRECISION and not quantised else HALF_TOLERANCE):
+        quantised = getattr(adapter.model, "is_quantized", False)
+        if not error <= (TOLERANCE if adapter.dtype in FULL_PRECISION and not quantised else HALF_TOLERANCE):
             raise ValueError(f"its logits of a tree are not those of its own forward (they differ by {error:.1g} of "
                              "the largest)")
         if quantised and error > TOLERANCE:
             log.warning("%s is quantised so that its logits depend on the other tokens of a forward, by up to %.1f%% "
                         "of the largest: where the best two are closer, the text can differ from plain decoding",
-                        type(self.model).__name__, 100 * error)
+                        type(adapter.model).__name__, 100 * error)

@@ -1,4 +1,4 @@
-"""Digests of what answers depend on: a model's weights and configs, and its tokenizer."""
+"""Digests of a model's weights and config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from ..data.files import json_digest
 from .linear import packed_form
@@ -45,17 +45,3 @@ def config_digest(config: PreTrainedConfig) -> str:
     """A digest of a config, which has what weights do not show: scalings, windows, limits and end tokens."""
     fields = config.to_diff_dict().items()
     return json_digest({name: value for name, value in fields if name not in NO_LOGITS})
-
-
-def generation_digest(model: PreTrainedModel) -> str | None:
-    """A digest of a model's generation config, which changes greedy answers too; None: it has none."""
-    if model.generation_config is None:
-        return None
-    fields = model.generation_config.to_diff_dict().items()
-    return json_digest({name: value for name, value in fields if name != "transformers_version"})
-
-
-def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Digests of the chat template and the vocabulary, with which prompts become tokens."""
-    template = getattr(tokenizer, "chat_template", None)
-    return {"chat_template": json_digest(template), "vocabulary": json_digest(tokenizer.get_vocab())}
