@@ -247,7 +247,7 @@ def put(name, value):
         (configure(draft_vocab_size=33), "draft_vocab_size 33 exceeds vocab_size 32"),
         (configure(norm_before_fc=True), r"missing \['input_norm.weight'\]"),
         (configure(eagle_config={"norm_before_fc": True}, use_aux_norm=True), "norm_before_fc and fc_norm exclude"),
-        (configure(layer_types=["sliding_attention"]), r"layer_types \['sliding_attention'\]; accepted: \['full_att"),
+        (configure(layer_types=["sliding_attention"]), "sliding_window of .*an int, got None"),
         (configure(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false; accepted: heads that"),
         (configure(model_type="llama4_text", architectures=["EagleLlama4ForCausalLM"]),
          "layer of type 'llama4_text'; accepted: llama"),

@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 from ..data.files import save_atomically
 from ..data.sources import check_source, fetch, is_gguf
 from ..models.loading import EmptyWeights
+from ..models.masks import SLIDING
 from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, Eagle3Head
@@ -289,6 +290,8 @@ def config_fields(head: DraftHead, dtype: torch.dtype) -> dict[str, object]:
             fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}  # vLLM's names
         if LAYER_IDS in fields:
             fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
+    if head.window is not None:
+        fields |= {"layer_types": [SLIDING], "sliding_window": head.window}
     return fields
 
 

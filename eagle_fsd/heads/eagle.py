@@ -18,13 +18,14 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from ..models.attention import GROUPED, attention_over  # the module registers it with transformers
-from ..models.cache import BucketCache, TreeCache, cache_name
+from ..models.cache import BucketCache, TreeCache, cache_name, rows_and_slots
 from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, version_of
 from ..models.hooks import structure_of
 from ..models.linear import Joined, pack
-from ..models.masks import additive, causal_ancestors, visible_keys
+from ..models.masks import SLIDING, additive, causal_ancestors, in_reach, keys_in_window, visible_keys
 from ..models.target import TargetModel
+from ..utils.checks import require_integer
 from .output_rows import OutputRows
 
 log = logging.getLogger(__name__)
@@ -215,14 +216,27 @@ class DraftHead(nn.Module):
             tokens = None if len(tokens) == count else tokens
         self.token_map, self.output_rows = tokens, None
 
+    @property
+    def window(self) -> int | None:
+        """W: the head sees the last W positions, its own included; None: the whole text. In the config it is that of
+        published heads with a window."""
+        return self.config.sliding_window if getattr(self.config, "layer_types", None) == [SLIDING] else None
+
+    @window.setter
+    def window(self, window: int | None) -> None:
+        if window is not None:
+            require_integer("draft_window", window, 1)
+        self.config.layer_types = ["full_attention" if window is None else SLIDING]
+        self.config.sliding_window = window
+
     def digest(self) -> str:
-        """An identifier of the head, independent of its dtype."""
-        return weights_digest(self)
+        """An identifier of the head and its window, independent of its dtype."""
+        return weights_digest(self) + ("" if self.window is None else f"/window {self.window}")
 
     def weights_key(self) -> tuple:
         """A key that changes with the weights and the structure."""
         rows = [] if self.output_rows is None else [self.output_rows.layer.weight]
-        return (self.fused, *map(version_of, [*self.parameters(), *self.buffers(), *rows]))
+        return (self.fused, self.window, *map(version_of, [*self.parameters(), *self.buffers(), *rows]))
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """The layers, of a target's `count`, whose input hidden states the head reads in addition to the last one."""
@@ -271,10 +285,15 @@ class DraftHead(nn.Module):
     ) -> Tensor:  # [B, T, D]
         """`forward` in the signature of `drafting.drafter.Drafter`."""
         start, count, mask = cache.start, tokens.shape[1], None
-        if ancestors is None and (isinstance(start, Tensor) or start and count > 1):
+        keys, window = cache.end(count), self.window
+        narrow = window is not None and keys > window
+        if ancestors is None and (isinstance(start, Tensor) or narrow or start and count > 1):
             ancestors = causal_ancestors(tokens)
-        if ancestors is not None:
-            mask = additive(visible_keys(ancestors, start, cache.end(count)), self.dtype)
+        if narrow and keys > ancestors.shape[2] + window and self.computes_fused(cache):  # the others are not read
+            mask = additive(keys_in_window(ancestors, start, window), self.dtype)
+        elif ancestors is not None:
+            visible = visible_keys(ancestors, start, keys)
+            mask = additive(visible & in_reach(visible, SLIDING, window) if narrow else visible, self.dtype)
         return self(features, tokens, positions, mask, cache)
 
     def computes_fused(self, cache: object) -> bool:
@@ -292,11 +311,21 @@ class DraftHead(nn.Module):
     ) -> Tensor:  # [B, T, D]
         """The head's layer, see `FusedLayer`."""
         layer, rotary = self.fused
-        count, dtype = normed.shape[1], self.dtype
+        start, count, dtype = cache.start, normed.shape[1], self.dtype
         attend = attention_over(mask, mask is None and count > 1, layer.heads // layer.key_heads)
         rotation = rotary(positions, 0, count, cache.capacity, normed.to(dtype))
         new_states, cached = cache.append(count, layer.key_heads, layer.size, normed.to(dtype))
-        layer(hidden, normed, rotation, attend, new_states[0], *cached[0])
+
+        def attend_in_window(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+            if isinstance(start, int):
+                return attend(queries, keys[:, :, -last:], values[:, :, -last:], scale)
+            # A short row has fewer keys; in place of the others it gets any, which the mask hides.
+            row, slots = rows_and_slots(start + count - last, last)
+            return attend(queries, *(states[row, :, slots].transpose(1, 2) for states in (keys, values)), scale)
+
+        last = cached[0][0].shape[-2] if mask is None else mask.shape[-1]  # keys of each row that the mask describes
+        layer(hidden, normed, rotation, attend_in_window if last < cached[0][0].shape[-2] else attend, new_states[0],
+              *cached[0])
         return hidden.to(dtype)
 
     def pack_for(self, target: TargetModel, form: str | None) -> None:

@@ -29,7 +29,7 @@ class Eagle3Layer(LlamaDecoderLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual: bool = getattr(config, "norm_before_residual", False)
         if getattr(config, "qk_norm", False):
-            config.layer_types = ["full_attention"]
+            config.layer_types = getattr(config, "layer_types", None) or ["full_attention"]
             self.self_attn = Qwen3Attention(config, layer_idx=0)
         for name in ("q_proj", "k_proj", "v_proj"):
             stock = getattr(self.self_attn, name)

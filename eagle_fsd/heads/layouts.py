@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from ..models.masks import SLIDING
+from ..utils.checks import require_integer
 from .eagle3 import LAST_NORM, Eagle3Head
 
 log = logging.getLogger(__name__)
@@ -150,9 +152,9 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
     layer, eagle3 = fields.get("model_type") or "llama", is_eagle3(state)
     if eagle3 and layer not in LLAMA_LIKE and not set(LLAMA_HEADS) & set(fields.get("architectures") or ()):
         raise ValueError(f"{path} has a layer of type {layer!r}; accepted: {', '.join(LLAMA_LIKE)}")
-    if eagle3 and fields.get("layer_types") == ["sliding_attention"]:
-        raise ValueError(f"{path} has layer_types ['sliding_attention']; accepted: ['full_attention'], because heads "
-                         "here attend to the whole text")
+    windowed = fields.get("layer_types") == [SLIDING]
+    if windowed:
+        require_integer(f"sliding_window of {path}", fields.get("sliding_window"), 1)
     if nested.get("use_aux_hidden_state") is False and (eagle3 or "fc.weight" not in state):
         raise ValueError(f"{path} has use_aux_hidden_state false; accepted: heads that read several target layers")
     norms = {name: bool(nested.get(name, fields.get(name))) or weight in state for name, weight in NORMS.items()}
@@ -163,7 +165,8 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
                     "SpecForge before September 2026 wrote it for heads that continue from the state before: "
                     "`eagle-fsd heads check` compares the two", path)
     queries, output = (f"{LAYER}self_attn.{name}_proj.bias" in state for name in "qo")
-    from_weights = {"num_hidden_layers": 1, "layer_types": None, "qkv_bias": queries and not output,
+    from_weights = {"num_hidden_layers": 1, "layer_types": [SLIDING] if windowed else None,
+                    "qkv_bias": queries and not output,
                     "qk_norm": LAYER + "self_attn.q_norm.weight" in state or None,
                     "attention_bias": output, "mlp_bias": LAYER + "mlp.down_proj.bias" in state}
     try:

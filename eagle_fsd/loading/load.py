@@ -67,6 +67,10 @@ def load(
     if not small and (asked.draft_dtype or asked.draft_quantization):
         raise ValueError("draft_dtype and draft_quantization are for a causal LM as the drafter: leave them out")
     head = None if draft is None or small else load_head(draft)  # the head first: it loads fast, so errors come early
+    if asked.draft_window is not None:
+        if head is None:
+            raise ValueError(f"draft_window={asked.draft_window} is for a head, which this pair lacks: leave it out")
+        head.window = asked.draft_window
     curves = None if draft is None or asked.tree != "auto" or Path(draft).is_file() else read_curves(draft)
     stock = asked.attn_implementation in STOCK
     placement = {"device": asked.device, "device_map": asked.device_map, "trust_remote_code": asked.trust_remote_code,

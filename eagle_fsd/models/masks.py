@@ -94,6 +94,20 @@ def visible_keys(
     return (after < 0) | (after < last) & ancestors.gather(2, after.clamp(0, last - 1))
 
 
+def keys_in_window(
+    ancestors: Tensor,  # [B, N, M] bool
+    start: int | Tensor,  # slot of the first new key, [B] if the rows differ
+    window: int,  # W; there are more than W + M keys
+) -> Tensor:  # [B, N, W - 1 + M] bool
+    """As `visible_keys`, of each row's last W - 1 + M keys: the others are outside of a sliding window of W."""
+    batch, nodes, last = ancestors.shape
+    before = ancestors.new_ones(1, window - 1)
+    if isinstance(start, Tensor):  # a short row has fewer
+        before = (start + nodes - last)[:, None] - torch.arange(window - 1, 0, -1, device=start.device) >= 0
+    visible = torch.cat([before[:, None].expand(batch, nodes, -1), ancestors], -1)
+    return visible & in_reach(visible, SLIDING, window)
+
+
 def causal_ancestors(tokens: Tensor) -> Tensor:  # [B, N] -> [B, N, N] bool
     """`ancestors` of a text."""
     batch, count = tokens.shape
@@ -105,8 +119,8 @@ def in_reach(
     kind: str,  # SLIDING or CHUNKED
     reach: int,  # length of the window or chunk
 ) -> Tensor:  # [B, N, keys] bool
-    """The visible keys within the window or chunk of each token. A token's visible keys are its text in order, so that
-    a key's position is the number of visible keys before it."""
+    """Which of the visible keys are within the window or chunk of each token. A token's visible keys are its text in
+    order, so that a key's position is the number of visible keys before it."""
     positions = visible.cumsum(-1) - 1
     own = positions[..., -1:]
     return own - positions < reach if kind == SLIDING else own // reach == positions // reach

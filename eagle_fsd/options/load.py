@@ -62,6 +62,10 @@ class LoadKeywords(TypedDict, total=False):
     draft_quantization: Annotated[Quantization | None, Option(
         None, '`quantization` of a causal LM as the drafter; None: `quantization`. "int8" for the drafter alone '
         'leaves the text as it is, and is "int8-fast" there.', accepted=FORMS)]
+    draft_window: Annotated[int | None, Option(
+        None, "W: a head sees only the last W positions of the text, which bounds the time of its attention, and in "
+        "long texts may accept more if the head was trained on short ones. With a threshold, W changes the text. None: "
+        "that of the head's config, usually none.", least=1)]
 
 
 @declare(LoadKeywords)
