@@ -48,8 +48,7 @@ class EngineStats:
         tokens: new tokens.
         fuzzy: those that only the rule accepted.
         cycles: cycles of the loop.
-        forwards: verify forwards, counted once for each request of a cycle.
-        drafts, undrafted: those with draft tokens of the request, and without.
+        drafts, undrafted: verify forwards with draft tokens of the request, and without.
         proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
         accepted_lengths: forwards by the number of draft tokens that they accepted.
     """
@@ -61,12 +60,16 @@ class EngineStats:
     tokens: int = 0
     fuzzy: int = 0
     cycles: int = 0
-    forwards: int = 0
     drafts: int = 0
     undrafted: int = 0
     proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
     accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def forwards(self) -> int:
+        """Verify forwards, counted once for each request of a cycle."""
+        return self.accepted_lengths.total()
 
     def add(self, request: Request) -> None:
         """Add the current counts of a request, which another thread may be decoding."""
@@ -77,7 +80,6 @@ class EngineStats:
             self.reused_tokens += len(request.prompt) - stats.prefill_tokens
         self.tokens += len(receipts)
         self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
-        self.forwards += stats.target_forwards
         self.drafts += stats.drafts
         self.undrafted += stats.undrafted
         self.proposed.update(Counter(stats.proposed))  # a copy: the other thread may add keys during the update

@@ -41,7 +41,6 @@ class Stats:
     The seconds of a request in a batch are wall-clock time, which all its requests share.
 
     Attributes:
-        target_forwards: verify forwards. That of the prompt, which gives the first token, is not counted.
         accepted_lengths: draft tokens accepted by each verify forward, without the target's own;
             `mean_accepted_length` is their mean plus 1.
         budget_spent: with a budget, the total regret of fuzzy tokens in nats.
@@ -53,7 +52,6 @@ class Stats:
     """
 
     new_tokens: int = 0
-    target_forwards: int = 0
     accepted_lengths: list[int] = field(default_factory=list, repr=False)
     prefill_seconds: float = 0.0  # up to and including the first token
     decode_seconds: float = 0.0
@@ -66,6 +64,11 @@ class Stats:
     accepted: Counter[str] = field(default_factory=Counter)
     computed_by: str | None = None
     prefill_tokens: int = 0  # positions that the prefill processed: those of the prompt that were not cached
+
+    @property
+    def target_forwards(self) -> int:
+        """Number of verify forwards. That of the prompt, which gives the first token, is not counted."""
+        return len(self.accepted_lengths)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -111,7 +114,8 @@ class Stats:
     def __repr__(self) -> str:
         """The main numbers, then the fields that differ from their defaults, rounded to three decimals."""
         shown: dict[str, object] = {"new_tokens": self.new_tokens, "tokens_per_second": self.tokens_per_second,
-                                    "mean_accepted_length": self.mean_accepted_length}
+                                    "mean_accepted_length": self.mean_accepted_length,
+                                    "target_forwards": self.target_forwards}
         for item in fields(self):
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if item.repr and getattr(self, item.name) != default:

@@ -214,7 +214,6 @@ class Request:
             self.stats.prefill_seconds = time.perf_counter() - self._started
             return
         self.stats.accepted_lengths.append(len(emission.receipts) - 1)
-        self.stats.target_forwards += 1
         self.stats.drafts += bool(emission.proposed)
         self.stats.undrafted += not emission.proposed
         self.stats.proposed.update(emission.proposed)

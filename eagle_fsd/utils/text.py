@@ -76,88 +76,78 @@ class GrowingText:
         return self._decode(self.ids)[len(self._decode(self.ids[: self.known])) :]
 
 
-class WatchedText(GrowingText):
-    """Text for the search of stop strings. Special tokens are left out, except those that a stop string contains: each
-    of these is one character, a lone surrogate, which does not occur in decoded text.
-
-    Attributes:
-        marks: the character of each such token.
-        strings: the stop strings, and those with special tokens once more, with the characters of `marks`.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], special: bool = False) -> None:
-        super().__init__(tokenizer, special)
-        self.marks: dict[int, str] = {}
-        self.strings = list(strings)
-        if not strings or special:
-            return
-        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | {
-            token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        named = [token for token, content in special.items() if any(content in string for string in strings)]
-        named.sort(key=lambda token: -len(special[token]))  # replace the longer one first if one contains another
-        self.marks = {token: chr(0xD800 + number) for number, token in enumerate(named)}
-        marked = list(strings)
-        for token, mark in self.marks.items():
-            marked = [string.replace(special[token], mark) for string in marked]
-        self.strings = list(dict.fromkeys([*strings, *marked]))
-
-    def add(self, token: int) -> str:
-        return self.marks.get(token) or super().add(token)
-
-    def unmarked(self, text: str) -> str:
-        """The text without special tokens."""
-        return text.translate(dict.fromkeys(map(ord, self.marks.values())))
-
-
 class StreamedText:
-    """Text that can be shown while it is generated. What may be part of a stop string is withheld.
+    """Text that can be shown while it is generated, up to the first stop string. What may be part of one is withheld.
+
+    Special tokens are left out, except those that a stop string contains: in the text that is searched, each of these
+    is one character, a lone surrogate, which does not occur in decoded text.
 
     Args:
-        strings: stop strings, possibly none.
+        stops: stop strings, possibly none.
         special: with the text of special tokens.
+
+    Attributes:
+        stopped: whether the text that `add` has searched contains a stop string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], special: bool = False) -> None:
-        self.stops, self.text = list(strings), WatchedText(tokenizer, strings, special)
-        self.shown = 0  # characters
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], special: bool = False) -> None:
+        self.stops, self.growing = list(stops), GrowingText(tokenizer, special)
+        self.marks, marked = ({}, []) if special or not stops else mark_special(tokenizer, stops)
+        self._strings = list(dict.fromkeys([*stops, *marked]))
+        self._shown = 0  # characters
         self._unshown = ""  # the end of the text, which may begin a stop string
         self.stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that can be shown after these tokens."""
-        self._unshown += "".join(map(self.text.add, tokens))
-        end = first_of(self.text.strings, self._unshown)
+        self._unshown += "".join(self.marks.get(token) or self.growing.add(token) for token in tokens)
+        end = first_of(self._strings, self._unshown)
         count = 0 if self.stopped else len(self._unshown) - self._partial() if end is None else end
         self.stopped = self.stopped or end is not None
-        piece, self._unshown = self.text.unmarked(self._unshown[:count]), self._unshown[count:]
-        self.shown += len(piece)
+        piece, self._unshown = self._unmarked(self._unshown[:count]), self._unshown[count:]
+        self._shown += len(piece)
         return piece
 
     def stops_at(self, token: int) -> bool:
         """Add a token. Returns whether a stop string is complete, perhaps in text that would still be withheld."""
         self.add([token])
-        return self.stopped or first_of(self.text.strings, self._unshown + self.text.pending()) is not None
+        return self.stopped or first_of(self._strings, self._unshown + self.growing.pending()) is not None
 
     def withheld(self) -> str:
         """The text that would be shown if the answer ended here."""
-        text = self._unshown + self.text.pending()
-        return "" if self.stopped else self.text.unmarked(text[: first_of(self.text.strings, text)])
+        text = self._unshown + self.growing.pending()
+        return "" if self.stopped else self._unmarked(text[: first_of(self._strings, text)])
 
     def rest(self, whole: str) -> str:
         """The part of the whole text that has not been shown."""
-        return whole[self.shown :]
+        return whole[self._shown :]
 
     def _partial(self) -> int:
         """The number of characters at the end that are the beginning of a stop string."""
-        strings = self.text.strings
-        lengths = range(min(max(map(len, strings), default=1) - 1, len(self._unshown)), 0, -1)
-        return next((n for n in lengths if any(string.startswith(self._unshown[-n:]) for string in strings)), 0)
+        lengths = range(min(max(map(len, self._strings), default=1) - 1, len(self._unshown)), 0, -1)
+        return next((n for n in lengths if any(string.startswith(self._unshown[-n:]) for string in self._strings)), 0)
+
+    def _unmarked(self, text: str) -> str:
+        """The text without special tokens."""
+        return text.translate(dict.fromkeys(map(ord, self.marks.values())))
+
+
+def mark_special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> tuple[dict[int, str], list[str]]:
+    """A character for each special token that a stop string contains, and the strings with these characters."""
+    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)) | {
+        token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    named = [token for token, content in special.items() if any(content in stop for stop in stops)]
+    named.sort(key=lambda token: -len(special[token]))  # replace the longer one first if one contains another
+    marks, marked = {token: chr(0xD800 + number) for number, token in enumerate(named)}, list(stops)
+    for token, mark in marks.items():
+        marked = [stop.replace(special[token], mark) for stop in marked]
+    return marks, marked
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Sequence[str]) -> str:
     """The text of an answer before the first stop string in it."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    if stops and (streamed := StreamedText(tokenizer, stops)).text.marks:
+    if stops and (streamed := StreamedText(tokenizer, stops)).marks:
         text = text[: len(streamed.add(ids) + streamed.withheld())]
     return text[: first_of(stops, text)]
 
