@@ -20,7 +20,7 @@ from .inputs.prompts import encode_prompts
 from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
-from .options.generate import OF_ONE_PROMPT, GenerateKeywords, GenerateOptions, from_generate
+from .options.generate import GenerateKeywords, GenerateOptions, with_options
 from .options.option import lists_options
 from .utils.text import answer_text
 
@@ -105,7 +105,7 @@ def generate(
     call returns what it would have returned without the error.
     """
     with ending(streamer):
-        options = with_options(options, keywords)
+        options = with_options(options, keywords, CALL_KEYWORDS)
         model = default_model() if model is None else model
         if not isinstance(model, EagleModel):
             hint = "; the prompt comes first: generate(prompt, model)" if isinstance(prompt, EagleModel) else ""
@@ -123,28 +123,6 @@ def generate(
     for request, output in zip(requests, outputs if model.tokenizer is not None else [], strict=False):
         output.text = answer_text(model.tokenizer, output.token_ids, request.stops)
     return outputs if batched else outputs[0]
-
-
-def with_options(
-    options: GenerateOptions | None, keywords: Mapping[str, object], also: Sequence[str] = CALL_KEYWORDS
-) -> GenerateOptions:
-    """The options, overridden by the keywords.
-
-    Args:
-        also: further names that the caller takes, for the error message.
-
-    Raises:
-        TypeError, ValueError: an unknown name, or a bad value.
-    """
-    if not (options is None or isinstance(options, GenerateOptions)):
-        hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
-        raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
-    if options is not None and not keywords:
-        return options  # its constructor has checked it
-    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.declared}
-    overrides = from_generate(keywords, base.get("temperature", 0.0))
-    GenerateOptions.check_names(overrides, also)
-    return GenerateOptions(**{**base, **overrides})
 
 
 @torch.inference_mode()

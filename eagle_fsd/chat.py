@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .api import CALL_KEYWORDS, Keywords, check_streamer, generate, with_options
+from .api import CALL_KEYWORDS, Keywords, check_streamer, generate
 from .decoding.batch import Session
 from .decoding.output import Output
 from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
-from .options.generate import GenerateKeywords
+from .options.generate import GenerateKeywords, with_options
 from .options.option import lists_options, unknown_option
 from .utils.checks import check_functions
 from .utils.locks import Lock

@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import eagle_fsd
-from eagle_fsd.api import with_options
 from eagle_fsd.inputs.prompts import ChatTokens, encode_prompt, end_of_turn
+from eagle_fsd.options.generate import with_options
 from eagle_fsd.serve.protocol import ChatRequest, options_over
 
 NEW = 24

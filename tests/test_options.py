@@ -14,9 +14,9 @@ from transformers import GenerationConfig
 
 import eagle_fsd
 from eagle_fsd import GenerateOptions, LoadOptions, TreeConfig
-from eagle_fsd.api import CALL_KEYWORDS, Keywords, with_options
+from eagle_fsd.api import CALL_KEYWORDS, Keywords
 from eagle_fsd.options.engine import EngineOptions
-from eagle_fsd.options.generate import GenerateKeywords
+from eagle_fsd.options.generate import GenerateKeywords, with_options
 from eagle_fsd.options.option import REPLACEMENTS
 from eagle_fsd.utils.checks import OptionError
 
@@ -40,11 +40,11 @@ BAD = [
     ("min_new_tokens", 300, ValueError, "max_new_tokens .256., got 300"),
     ("ignore_eos", "no", TypeError, "a bool"),
     ("seed", -1, ValueError, "at least 0"),
-    ("seed", 2**63, ValueError, r"below 2\*\*63"),
+    ("seed", 2**63, ValueError, "at most 9223372036854775807"),
     ("seed", 1.0, TypeError, "an int"),
     ("seed", [None], TypeError, "an int"),
     ("stop", "", ValueError, "non-empty strings"),
-    ("stop", ["a", 7], ValueError, "non-empty strings, got 7"),
+    ("stop", ["a", 7], ValueError, r"a string or a list of strings, got \['a', 7\]"),
     ("stop", b"a", TypeError, "a string or a list"),
     ("stop", "\ud800", ValueError, "lone surrogate"),
     ("stop_token_ids", 7, TypeError, "a sequence of token ids"),

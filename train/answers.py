@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from eagle_fsd import EagleModel
-from eagle_fsd.api import decode_requests, with_options
+from eagle_fsd import EagleModel, GenerateOptions
+from eagle_fsd.api import decode_requests
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.encoding import ANYTHING, render
 from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
@@ -69,7 +69,7 @@ def local_writer(model: EagleModel) -> Write:
             done(number, BadRow("prompt too long to answer"))
         if not fitting:
             return
-        options = with_options(None, {  # in large batches, text drafts without a head are slower
+        options = GenerateOptions(**{  # in large batches, text drafts without a head are slower
             "acceptance": "exact", "text_drafts": "off" if model.draft is None else "auto",
             "seed": [seeds[number] for number in fitting], **sampling})
         requests = make_requests(model, [prompts[number] for number in fitting], options)

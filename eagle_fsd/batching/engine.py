@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LogitsProcessor
 
-from ..api import with_options
 from ..drafting.config import TreeConfig
 from ..drafting.sizing import Plan, room_of
 from ..inputs.prompts import encode_prompt
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
 from ..options.engine import EngineKeywords, EngineOptions
-from ..options.generate import GenerateKeywords, GenerateOptions
+from ..options.generate import GenerateKeywords, GenerateOptions, with_options
 from ..options.option import lists_options
 from ..utils.checks import OptionError
 from .loop import EngineStats, Loop

@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_origin
 
 from ..acceptance import RULE_CLASSES
@@ -68,17 +67,20 @@ class GenerateKeywords(TypedDict, total=False):
         "other options override it. Those that are options become these; the attribute has the others.")]
     eos_token_id: Annotated[int | Sequence[int] | None, Option(
         None, "one or more end tokens, in place of the model's: those of its generation config and, for a chat, the "
-        "token with which the chat template ends a turn.")]
+        "token with which the chat template ends a turn.", least=0,
+        accepted="a token id or a sequence of token ids")]
     ignore_eos: Annotated[bool, Option(False, "continue after end tokens.")]
     seed: Annotated[int | Sequence[int] | None, Option(
         None, "seed of the sampling noise; None draws one, see `out.seed`. With the same seed, decoding without a "
         "head, with `exact`, or with any lossless rule gives the same tokens. For a batch, a list with one seed per "
         "prompt, or the seed of the first prompt; the next prompts get the numbers that follow it.",
-        least=0, plain=int)]
+        least=0, most=2**63 - 1, plain=int)]
     stop: Annotated[str | Sequence[str] | None, Option(
         None, "strings that end the answer; its text does not include them. None: `stop_strings` of the model's "
         "generation config.", accepted="a string or a list of strings")]
-    stop_token_ids: Annotated[Sequence[int] | None, Option(None, "further tokens that end the answer.")]
+    stop_token_ids: Annotated[Sequence[int] | None, Option(
+        None, "further tokens that end the answer.", least=0,
+        accepted="a sequence of token ids")]
     acceptance: Annotated[Any, Option(
         "fsd", "name of a rule, see `eagle_fsd.RULES`; in Python also a rule object, or a function from the `Nodes` of "
         "one row to `Weights`, `TokenWeights` or log-weights [V].", plain=RuleName)]
@@ -110,7 +112,7 @@ class GenerateKeywords(TypedDict, total=False):
         "`tree` and its `total_tokens`.", accepted='"auto", "off" or a TextDrafts', plain=Copying)]
     reference: Annotated[str | Sequence[str] | None, Option(
         None, "one or more texts that the answer will resemble. Drafts are copied from them as well. The text of a "
-        "lossless answer does not depend on them.")]
+        "lossless answer does not depend on them.", accepted="a text or a list of texts")]
     speculative: Annotated[bool, Option(
         True, "False: plain decoding without drafts or an acceptance rule.")]
     response_format: Annotated[Any, Option(  # a mapping, or a class of pydantic
@@ -143,6 +145,12 @@ class GenerateOptions(Options):
         self.__post_init__()
 
     def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "eos_token_id", "reference"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, (list, tuple, str, bytes, Mapping)):
+                object.__setattr__(self, name, tuple(value))  # an iterator can be read once
+        if isinstance(self.eos_token_id, Integral):
+            object.__setattr__(self, "eos_token_id", (self.eos_token_id,))
         for name, option in self.declared.items():
             if (isinstance(value := getattr(self, name), list if name == "tree" else (list, tuple))
                     and Sequence not in map(get_origin, option.kinds)):
@@ -151,6 +159,17 @@ class GenerateOptions(Options):
         super().__post_init__()
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise OptionError("temperature", self.temperature, self.declared["temperature"].accepted)
+        for token, bias in (self.logit_bias or {}).items():
+            require_integer("logit_bias", token, 0)
+            require_number("logit_bias", bias, "a number from -100 to 100 for each token", lambda x: -100 <= x <= 100)
+        if not (self.generation_config is None or hasattr(self.generation_config, "to_diff_dict")):
+            raise OptionError("generation_config", self.generation_config, "a GenerationConfig of transformers")
+        self._check_ends()
+        self._check_references()
+        self._check_acceptance()
+
+    def _check_ends(self) -> None:
+        """Check what decides where an answer ends."""
         if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise OptionError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens ({self.max_new_tokens})")
         ends = [name for name in ("ignore_eos", "min_new_tokens") if getattr(self, name)]
@@ -159,41 +178,10 @@ class GenerateOptions(Options):
                               f"{' and '.join(ends)}")
         if self.ignore_eos and self.eos_token_id is not None:
             raise OptionError("eos_token_id", problem="names end tokens that ignore_eos=True ignores: leave out one")
-        self._check_tokens()
-        self._check_texts()
-        self._check_acceptance()
+        if "" in self.stop_strings:
+            raise OptionError("stop", problem="must be non-empty strings, got ''")
 
-    def _check_tokens(self) -> None:
-        """Check options with token ids, the generation config, and the seed."""
-        if not (self.generation_config is None or hasattr(self.generation_config, "to_diff_dict")):
-            raise OptionError("generation_config", self.generation_config, "a GenerationConfig of transformers")
-        for token, bias in (self.logit_bias or {}).items():
-            require_integer("logit_bias", token, 0)
-            require_number("logit_bias", bias, "a number from -100 to 100 for each token", lambda x: -100 <= x <= 100)
-        for name, single in (("stop_token_ids", ()), ("eos_token_id", Integral)):
-            if isinstance(value := getattr(self, name), single):
-                object.__setattr__(self, name, (value,))
-            elif isinstance(value, (str, bytes)) or not isinstance(value, (Iterable, NoneType)):
-                raise OptionError(name, value, f"{'a token id or ' if single else ''}a sequence of token ids")
-            self._read_once(name)
-            for token in getattr(self, name) or ():
-                require_integer(name, token, 0)
-        if self.seed is not None:
-            for seed in self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]:
-                require_integer("seed", seed, 0)
-                if seed >= 2**63:
-                    raise OptionError("seed", seed, "below 2**63")
-
-    def _check_texts(self) -> None:
-        """Check stop strings and references."""
-        for string in self.stop_strings:
-            if not isinstance(string, str) or not string:
-                raise OptionError("stop", problem=f"must be non-empty strings, got {string!r}")
-        texts = isinstance(self.reference, (Iterable, NoneType)) and not isinstance(self.reference, (bytes, Mapping))
-        if texts and not isinstance(self.reference, str):
-            self._read_once("reference")
-        if not texts or not all(isinstance(text, str) for text in self.references):
-            raise OptionError("reference", self.reference, "a text or a list of texts")
+    def _check_references(self) -> None:
         if len(self.references) > MOST_REFERENCES:
             raise OptionError("reference", problem=f"may be at most {MOST_REFERENCES} texts, got "
                               f"{len(self.references)}")
@@ -217,11 +205,6 @@ class GenerateOptions(Options):
         if isinstance(self.acceptance, str) and self.threshold is None and not lossless:
             raise OptionError("acceptance", problem=f"{self.acceptance!r} needs a threshold: without one decoding is "
                               "lossless, but this rule is not lossless even at 0")
-
-    def _read_once(self, name: str) -> None:
-        """Replace an iterator by its items."""
-        if not isinstance(values := getattr(self, name), (list, tuple, NoneType)):
-            object.__setattr__(self, name, tuple(values))
 
     @property
     def greedy(self) -> bool:
@@ -247,6 +230,28 @@ class GenerateOptions(Options):
     @property
     def stop_strings(self) -> list[str]:
         return as_list(self.stop)
+
+
+def with_options(
+    options: GenerateOptions | None, keywords: Mapping[str, object], also: Sequence[str] = ()
+) -> GenerateOptions:
+    """The options, overridden by the keywords.
+
+    Args:
+        also: further names that the caller takes, for the error message.
+
+    Raises:
+        TypeError, ValueError: an unknown name, or a bad value.
+    """
+    if not (options is None or isinstance(options, GenerateOptions)):
+        hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
+        raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
+    if options is not None and not keywords:
+        return options  # its constructor has checked it
+    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.declared}
+    overrides = from_generate(keywords, base.get("temperature", 0.0))
+    GenerateOptions.check_names(overrides, also)
+    return GenerateOptions(**{**base, **overrides})
 
 
 def as_list(strings: str | Sequence[str] | None) -> list[str]:

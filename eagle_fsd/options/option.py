@@ -85,7 +85,7 @@ class Option:
     Args:
         default: its value if the caller sets none.
         meaning: its description.
-        least, most: bounds of a number, included.
+        least, most: bounds of a number, or of each of several, included.
         above: a lower bound that is not included.
         accepted: the valid values in words that follow "must be". Bools and ints need none; the type of another option
             is checked only if it has them.
@@ -113,6 +113,9 @@ class Option:
             require_integer(name, value, self.least, self.most)
         elif self.kinds == (float,) and self.accepted:
             require_number(name, value, self.accepted, self.allows)
+        elif {int, Sequence[int]}.issuperset(self.kinds) and (isinstance(value, (list, tuple)) or not self.accepted):
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                require_integer(name, number, self.least, self.most)
         elif self.accepted and not any(is_of(value, kind) for kind in self.kinds):
             raise OptionError(name, value, self.accepted)
 
@@ -128,10 +131,13 @@ def members(kind: Any) -> tuple:
 
 
 def is_of(value: object, kind: Any) -> bool:
-    """Whether a value is of a type: for `Literal` one of its values, for `Sequence` a list or tuple."""
+    """Whether a value is of a type: for `Literal` one of its values, for `Sequence` a list or tuple of such items."""
     origin = get_origin(kind) or kind
-    return value in get_args(kind) if origin is Literal else isinstance(
-        value, (list, tuple) if origin is Sequence else origin)
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(is_of(item, *get_args(kind)) for item in value)
+    return isinstance(value, origin)
 
 
 def declarations(owner: type) -> dict[str, Option]:
