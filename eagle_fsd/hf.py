@@ -19,12 +19,12 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .api import decode_requests, ending
-from .decoding.processing import processors_of_row
 from .drafting.language_model import DraftModel
 from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
@@ -319,6 +319,17 @@ def is_neutral(value: object) -> bool:
     if isinstance(value, Cache):
         return not value.is_initialized or int(value.get_seq_length()) == 0
     return value is None or value is False
+
+
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of one row, from those that `model.generate` made for a padded batch."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)  # length of each row's padding
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+        own.append(processor)
+    return own
 
 
 def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> StoppingCriteriaList:

@@ -27,9 +27,10 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, GenerateOptions, TreeConfig, make_rule
-from eagle_fsd.decoding.processing import TopP, VerifiedTrees, check_processors
+from eagle_fsd.decoding.processing import TopP, VerifiedTrees
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.tree import root_only
+from eagle_fsd.inputs.requests import check_processors
 
 NEW = 24
 TREE = TreeConfig(16, 5, 4)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
 from ..decoding.batch import Batch
-from ..decoding.processing import CAPTURABLE, share_processors
+from ..decoding.processing import CAPTURABLE, shared_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
@@ -387,7 +387,7 @@ def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) 
     first, greedy = requests[0], requests[0].options.greedy
     if plan.prices is not None or any(obstacle(*row, plan.drafts) for row in zip(requests, rules, strict=True)):
         return None
-    if not share_processors(requests) or any(row.options.greedy != greedy for row in requests):
+    if shared_processors(requests) is None or any(row.options.greedy != greedy for row in requests):
         return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
     own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules}
     rule = next((rule for rule in own if rule != EXACT), EXACT)

@@ -155,7 +155,7 @@ def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[i
             groups.append([number])
     results: dict[int, tuple[list[int], Emission]] = {}
     for rows in groups:
-        results |= dict(zip(rows, _walk(rules[rows[0]], verified.take(rows)), strict=True))
+        results |= dict(zip(rows, _walk(rules[rows[0]], verified.select(rows)), strict=True))
     paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
     return list(paths), list(emissions)
 
@@ -170,7 +170,7 @@ def _walk(rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission
     except Exception as error:
         if len(requests) == 1:
             return [([0], Emission([], [], error))]
-        return [_walk(rule, verified.take([row]))[0] for row in range(len(requests))]
+        return [_walk(rule, verified.select([row]))[0] for row in range(len(requests))]
     origins = verified.tree.origin_names()
     results = []
     for row, (request, steps) in enumerate(zip(requests, walks, strict=True)):

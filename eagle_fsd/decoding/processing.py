@@ -1,4 +1,4 @@
-"""Logits processing: the processors and warpers of `transformers`, applied to the nodes of a tree.
+"""Logits processing: processors and warpers of `transformers`, applied to the nodes of a tree.
 
 Shapes: B batch, N nodes, K expanded nodes of a level, M rows of a call, L tokens of the context, V vocabulary, R the
 draft's.
@@ -9,55 +9,28 @@ row, in `errors`.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from ..acceptance import Rule
 from ..drafting.largest import largest
 from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.tree import DraftTree
-from ..options.generate import FOLLOWED, GenerateOptions
-from ..utils.checks import check_functions
-from .grammar import Grammar
 from .request import Request
-
-
-class CountPenalty(LogitsProcessor):
-    """OpenAI's penalties: one for each occurrence of a token in the answer, one for each token that occurs in it.
-
-    Args:
-        start: length of the prompt, where occurrences do not count.
-    """
-
-    def __init__(self, frequency: float, presence: float, start: int) -> None:
-        self.frequency, self.presence, self.start = frequency, presence, start
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [M, L], [M, V]
-        answer = input_ids[:, self.start :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class TopP(LogitsProcessor):
@@ -89,118 +62,6 @@ WARPERS = (
 )
 # Those that captured cycles apply to both.
 CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)
-# Processors whose result does not depend on earlier tokens: one call serves all rows.
-CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
-# Processors with a state, which expect one call per token in the order of the text.
-STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-
-
-def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
-    """The processors as a list. Raise for one that is not a function of its arguments."""
-    checked = LogitsProcessorList(
-        TopP(processor.top_p) if type(processor) is TopPLogitsWarper and processor.min_tokens_to_keep == 1
-        and processor.filter_value == -math.inf else processor for processor in processors or [])
-    for processor in checked:
-        if isinstance(processor, STATEFUL):
-            raise ValueError(
-                f"{type(processor).__name__} is not supported: it keeps a state between calls, and decoding may go "
-                "back to an earlier text; a processor must be a function of input_ids and scores"
-            )
-    return checked
-
-
-def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[str, object]:
-    """The fields of the model's generation config that apply besides these options, as in `model.generate`: those that
-    affect greedy tokens and that no option overrides. Sampling fields never make a request sample.
-    """
-    own, given = model.generation_config, options.generation_config
-    if own is None:
-        return {}
-    overridden = {name for name in FOLLOWED if getattr(given, name, None) is not None}
-    for name, value in (("repetition_penalty", options.repetition_penalty), ("stop_strings", options.stop)):
-        if value not in (None, ()):  # the command line's default for `stop` is ()
-            overridden.add(name)
-    if sets_least(options):
-        overridden |= {"min_new_tokens", "min_length"}
-    neutral = own._get_default_generation_params()
-    names = (*FOLLOWED, "min_new_tokens", "repetition_penalty", "stop_strings")
-    return {name: value for name in names if name not in overridden
-            and (value := getattr(own, name, None)) not in (None, False, neutral.get(name))}
-
-
-def sets_least(options: GenerateOptions) -> bool:
-    """Whether the options override the minimum lengths of generation configs: with one of their own, or with a grammar,
-    which decides where an answer ends.
-    """
-    return options.min_new_tokens is not None or options.response_format is not None
-
-
-def processors_of_model(
-    model: PreTrainedModel, options: GenerateOptions, followed: Mapping[str, object],
-    custom: Sequence[LogitsProcessor] | None, *, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int],
-    device: torch.device,
-) -> LogitsProcessorList:
-    """The processors that `model.generate` makes: for the model's generation config, overridden by the options, then
-    the user's own, then the warpers. Greedy decoding has no warpers.
-
-    Args:
-        followed: see `followed_fields`.
-        custom: the user's own.
-        eos_ids: tokens that end the answer. device: that of the logits.
-    """
-    check_functions("logits_processor", custom)
-    config, given = GenerationConfig(), options.generation_config
-    fields = {**followed, **{name: getattr(given, name, None) for name in FOLLOWED if name not in followed},
-              "max_length": len(prompt) + max_new_tokens, "do_sample": not options.greedy,
-              "temperature": float(options.temperature), "top_k": options.top_k, "top_p": float(options.top_p),
-              "min_p": float(options.min_p) or None,
-              "_eos_token_tensor": torch.tensor(eos_ids, device=device) if eos_ids else None}
-    for name in ("repetition_penalty", "min_new_tokens"):
-        fields.setdefault(name, getattr(options, name))
-    if sets_least(options):
-        fields["min_length"] = None
-    for name, value in fields.items():
-        setattr(config, name, copy.deepcopy(value))
-    reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
-    return model._get_logits_processor(
-        config, len(prompt), torch.tensor([prompt], device=device) if reads_prompt else None,
-        logits_processor=LogitsProcessorList(custom or []), device=device)
-
-
-def with_own_processors(
-    processors: LogitsProcessorList, options: GenerateOptions, grammar: Grammar | None, start: int
-) -> LogitsProcessorList:
-    """The processors of `model.generate`, and before its warpers those that it does not have.
-
-    Args:
-        start: length of the prompt.
-    """
-    own: list[LogitsProcessor] = []
-    if options.frequency_penalty or options.presence_penalty:
-        own.append(CountPenalty(options.frequency_penalty, options.presence_penalty, start))
-    if options.logit_bias:
-        own.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in options.logit_bias.items()}))
-    if grammar is not None:
-        own.append(grammar)
-    processors = check_processors(processors)
-    at = next((at for at, processor in enumerate(processors) if isinstance(processor, WARPERS)), len(processors))
-    return LogitsProcessorList([*processors[:at], *own, *processors[at:]])
-
-
-def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """The processors of one row, from those that `model.generate` made for a padded batch."""
-    own = LogitsProcessorList()
-    for processor in processors:
-        ignored = getattr(processor, "prompt_ignore_length", None)  # length of each row's padding
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
-            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
-        own.append(processor)
-    return own
-
-
-def is_context_free(processors: LogitsProcessorList) -> bool:
-    """Whether the result depends on the scores only, so that one call serves all nodes."""
-    return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
 @dataclass
@@ -232,11 +93,10 @@ class VerifiedTrees:
     ) -> VerifiedTrees:
         """Those of requests."""
         seeds = [request.seed for request in requests]
-        processors = requests[0].processors if share_processors(requests) else None
         return cls(tree, raw, draft_logits, draft_tokens, requests[0].options.greedy,
-                   *torch.tensor([seeds, lengths], device=raw.device), processors, requests)
+                   *torch.tensor([seeds, lengths], device=raw.device), shared_processors(requests), requests)
 
-    def take(self, rows: Sequence[int]) -> VerifiedTrees:
+    def select(self, rows: Sequence[int]) -> VerifiedTrees:
         """Some of the rows (ascending)."""
         if len(rows) == len(self.requests):
             return self
@@ -244,8 +104,7 @@ class VerifiedTrees:
         return replace(
             self, tree=self.tree.select(rows), raw=self.raw[rows], draft_logits=[level[rows] for level in
             self.draft_logits], seeds=self.seeds[rows], lengths=self.lengths[rows], requests=requests, errors={},
-            greedy=requests[0].options.greedy,
-            processors=requests[0].processors if share_processors(requests) else None)
+            greedy=requests[0].options.greedy, processors=shared_processors(requests))
 
     def noise(self, depth: int) -> Tensor | None:
         """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
@@ -286,7 +145,7 @@ def couple(
         return None
     own = [LogitsProcessorList(processor for processor in request.processors if type(processor) in WARPERS)
            for request in requests]
-    if share_processors(requests):
+    if shared_processors(requests) is not None:
         own = own[:1] * len(own)
     seeds, positions = torch.tensor([[request.seed for request in requests], list(lengths)], device=device)
     temperatures, scales = torch.tensor(
@@ -295,12 +154,14 @@ def couple(
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)], tokens)
 
 
-def share_processors(requests: Sequence[Request]) -> bool:
-    """Whether one call serves all rows."""
+def shared_processors(requests: Sequence[Request]) -> LogitsProcessorList | None:
+    """The processors of all rows, if one call serves them; None: each row has calls of its own."""
+    first = requests[0]
     if not any(request.processors for request in requests):
-        return True
-    key = requests[0].processors_key
-    return key is not None and all(request.processors_key == key for request in requests)
+        return first.processors
+    same = first.processors_key is not None and all(
+        request.processors_key == first.processors_key for request in requests)
+    return first.processors if same else None
 
 
 def _processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:

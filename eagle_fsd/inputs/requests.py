@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from transformers import LogitsProcessor
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from ..acceptance import FuzzyRule
 from ..decoding.grammar import Grammar
-from ..decoding.processing import followed_fields, is_context_free, processors_of_model, with_own_processors
+from ..decoding.processing import WARPERS, TopP
 from ..decoding.request import Request
 from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
-from ..options.generate import GenerateOptions, as_list
+from ..options.generate import FOLLOWED, GenerateOptions, as_list
 from ..utils.checks import OptionError, check_functions, require_integer
 from ..utils.text import StreamedText
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
+
+# Processors whose result does not depend on earlier tokens: one call serves all rows.
+CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
+# Processors with a state, which expect one call per token in the order of the text.
+STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+class CountPenalty(LogitsProcessor):
+    """OpenAI's penalties: one for each occurrence of a token in the answer, one for each token that occurs in it.
+
+    Args:
+        start: length of the prompt, where occurrences do not count.
+    """
+
+    def __init__(self, frequency: float, presence: float, start: int) -> None:
+        self.frequency, self.presence, self.start = frequency, presence, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [M, L], [M, V]
+        answer = input_ids[:, self.start :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 def make_requests(
@@ -87,6 +120,103 @@ def make_requests(
             text_source=TextSource(ids, text_drafts, references) if copying else None, **fields))
     model.refresh()
     return requests
+
+
+def followed_fields(model: PreTrainedModel, options: GenerateOptions) -> dict[str, object]:
+    """The fields of the model's generation config that apply besides these options, as in `model.generate`: those that
+    affect greedy tokens and that no option overrides. Sampling fields never make a request sample.
+    """
+    own, given = model.generation_config, options.generation_config
+    if own is None:
+        return {}
+    overridden = {name for name in FOLLOWED if getattr(given, name, None) is not None}
+    for name, value in (("repetition_penalty", options.repetition_penalty), ("stop_strings", options.stop)):
+        if value not in (None, ()):  # the command line's default for `stop` is ()
+            overridden.add(name)
+    if sets_least(options):
+        overridden |= {"min_new_tokens", "min_length"}
+    neutral = own._get_default_generation_params()
+    names = (*FOLLOWED, "min_new_tokens", "repetition_penalty", "stop_strings")
+    return {name: value for name in names if name not in overridden
+            and (value := getattr(own, name, None)) not in (None, False, neutral.get(name))}
+
+
+def sets_least(options: GenerateOptions) -> bool:
+    """Whether the options override the minimum lengths of generation configs: with one of their own, or with a grammar,
+    which decides where an answer ends.
+    """
+    return options.min_new_tokens is not None or options.response_format is not None
+
+
+def processors_of_model(
+    model: PreTrainedModel, options: GenerateOptions, followed: Mapping[str, object],
+    custom: Sequence[LogitsProcessor] | None, *, prompt: Sequence[int], max_new_tokens: int, eos_ids: Sequence[int],
+    device: torch.device,
+) -> LogitsProcessorList:
+    """The processors that `model.generate` makes: for the model's generation config, overridden by the options, then
+    the user's own, then the warpers. Greedy decoding has no warpers.
+
+    Args:
+        followed: see `followed_fields`.
+        custom: the user's own.
+        eos_ids: tokens that end the answer. device: that of the logits.
+    """
+    check_functions("logits_processor", custom)
+    config, given = GenerationConfig(), options.generation_config
+    fields = {**followed, **{name: getattr(given, name, None) for name in FOLLOWED if name not in followed},
+              "max_length": len(prompt) + max_new_tokens, "do_sample": not options.greedy,
+              "temperature": float(options.temperature), "top_k": options.top_k, "top_p": float(options.top_p),
+              "min_p": float(options.min_p) or None,
+              "_eos_token_tensor": torch.tensor(eos_ids, device=device) if eos_ids else None}
+    for name in ("repetition_penalty", "min_new_tokens"):
+        fields.setdefault(name, getattr(options, name))
+    if sets_least(options):
+        fields["min_length"] = None
+    for name, value in fields.items():
+        setattr(config, name, copy.deepcopy(value))
+    reads_prompt = config.encoder_repetition_penalty or config.encoder_no_repeat_ngram_size
+    return model._get_logits_processor(
+        config, len(prompt), torch.tensor([prompt], device=device) if reads_prompt else None,
+        logits_processor=LogitsProcessorList(custom or []), device=device)
+
+
+def with_own_processors(
+    processors: LogitsProcessorList, options: GenerateOptions, grammar: Grammar | None, start: int
+) -> LogitsProcessorList:
+    """The processors of `model.generate`, and before its warpers those that it does not have.
+
+    Args:
+        start: length of the prompt.
+    """
+    own: list[LogitsProcessor] = []
+    if options.frequency_penalty or options.presence_penalty:
+        own.append(CountPenalty(options.frequency_penalty, options.presence_penalty, start))
+    if options.logit_bias:
+        own.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in options.logit_bias.items()}))
+    if grammar is not None:
+        own.append(grammar)
+    processors = check_processors(processors)
+    at = next((at for at, processor in enumerate(processors) if isinstance(processor, WARPERS)), len(processors))
+    return LogitsProcessorList([*processors[:at], *own, *processors[at:]])
+
+
+def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
+    """The processors as a list. Raise for one that is not a function of its arguments."""
+    checked = LogitsProcessorList(
+        TopP(processor.top_p) if type(processor) is TopPLogitsWarper and processor.min_tokens_to_keep == 1
+        and processor.filter_value == -math.inf else processor for processor in processors or [])
+    for processor in checked:
+        if isinstance(processor, STATEFUL):
+            raise ValueError(
+                f"{type(processor).__name__} is not supported: it keeps a state between calls, and decoding may go "
+                "back to an earlier text; a processor must be a function of input_ids and scores"
+            )
+    return checked
+
+
+def is_context_free(processors: LogitsProcessorList) -> bool:
+    """Whether the result depends on the scores only, so that one call serves all nodes."""
+    return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
 def mark_token(mark: str | int, model: EagleModel) -> int:
