@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import check_same
 from eagle_fsd.heads.output_rows import OutputRows
-from eagle_fsd.loading.load import pack_early
+from eagle_fsd.loading.load import load_model
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.causal_lm import output_logits
 from eagle_fsd.models.digest import config_digest
 from eagle_fsd.models.linear import CLASSES, check_quantization
-from eagle_fsd.models.loading import load_compact, load_target
+from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel, copy_to
 
 from .config import TrainingConfig
@@ -210,7 +210,6 @@ def load_quantized(name: str, quantization: str, *, dtype: str, trust_remote_cod
     """Load a target with int8 weights on a CPU. `FusedDecoder` computes it where it serves the model: stock modules
     would compute layers that are packed together once for each of them."""
     check_quantization(quantization)
-    model, _, final = load_compact(name, dtype=dtype, device="cpu", quantization=quantization,
-                                   trust_remote_code=trust_remote_code)
-    pack_early(model.requires_grad_(False), None, final, quantization=quantization)
-    return EagleModel.from_parts(model, None).target
+    placement = {"device": "cpu", "trust_remote_code": trust_remote_code}
+    model, _ = load_model(name, dtype, placement, quantization=quantization)
+    return EagleModel.from_parts(model.requires_grad_(False), None).target

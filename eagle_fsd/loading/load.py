@@ -102,33 +102,24 @@ def load(
 
 
 def load_model(
-    source: str | Path, dtype: object, placement: Mapping[str, Any], *, prepack: bool, quantization: str | None,
-    fused: bool, head: DraftHead | None = None,
+    source: str | Path, dtype: object, placement: Mapping[str, Any], *, prepack: bool = True,
+    quantization: str | None = None, fused: bool = True, head: DraftHead | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A causal LM and its tokenizer by `load_target`; weights on a CPU are packed as soon as they are loaded.
 
+    The check of `CausalLM` runs on the packed weights, where it is faster; but before packing as int8, because two
+    forwards in int8 differ by more than the check tolerates.
+
     Args:
-        placement: further keywords of `load_target`. quantization, fused, head: see `pack_early`.
+        placement: further keywords of `load_target`.
+        fused: see `EagleModel.from_parts`. head: the head that the model will be joined with.
     """
-    if not prepack or placement["device_map"] is not None or check_device(placement["device"]).type != "cpu":
+    on_cpu = placement.get("device_map") is None and check_device(placement["device"]).type == "cpu"
+    if not prepack or not on_cpu:
         return load_target(source, dtype=dtype, **placement)
     model, tokenizer, dtype = load_compact(source, dtype=dtype, quantization=quantization, **placement)
-    if not getattr(model, "is_quantized", False):
-        pack_early(model, head, dtype, quantization=quantization, fused=fused)
-    return model, tokenizer
-
-
-def pack_early(
-    model: PreTrainedModel, head: DraftHead | None, dtype: torch.dtype | None, *, quantization: str | None = None,
-    fused: bool = True,
-) -> None:
-    """Pack a model's weights. The check of `CausalLM` runs on the packed weights, where it is faster; but before
-    packing as int8, because two forwards in int8 differ by more than the check tolerates.
-
-    Args:
-        head: the head that the model will be joined with.
-        dtype: see `CausalLM.pack`. fused: see `EagleModel.from_parts`.
-    """
+    if getattr(model, "is_quantized", False):
+        return model, tokenizer
     if quantization is not None:
         check_once(model, fused=fused)
     if dtype is not None:
@@ -142,13 +133,12 @@ def pack_early(
     if rows is not None:
         rows.pack(quantization, adapter.lm_head, dtype)
     trim()
-    if dtype is None:
-        return
-    model.config.dtype = dtype
     plain = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]
-    if plain:
+    if dtype is not None and plain:
         log.warning("%d linear layers have weights that float16 cannot represent and stay in %s, which is slower "
                     '(dtype="bfloat16" may be faster): %s', len(plain), dtype, ", ".join(plain[:3]))
+    model.config.dtype = dtype or model.config.dtype
+    return model, tokenizer
 
 
 def set_attention(model: CausalLM, implementation: str | None) -> None:

@@ -138,7 +138,7 @@ def load_compact(
         quantization: see `LoadOptions`.
 
     Returns:
-        Model, tokenizer, and the dtype to pass to `pack_early`; None: the model has its final dtype. Without
+        Model, tokenizer, and the dtype to pass to `CausalLM.pack`; None: the model has its final dtype. Without
         quantisation, "auto" is float32 where packing as float16 is possible; otherwise it is that of `load_target`.
 
     Raises:
@@ -149,36 +149,30 @@ def load_compact(
     packable = options.get("quantization_config") is None and (
         quantization is not None or dtype in ("auto", "float32", torch.float32) and has_half_kernels())
     stored = stored_dtype(target_source(target), trust_remote_code) if packable else None
-    if stored in STORED_NAMES and quantization is not None:
-        if safetensors_dtypes(target_source(target)) != {STORED_NAMES[stored]}:
-            return *load(target, dtype=dtype), None
-        names = {"auto": cpu_dtype(stored), None: stored}
-        final = names[dtype] if dtype in names else getattr(torch, str(dtype).removeprefix("torch."))
-        return *load(target, dtype=stored), final
-    if stored in STORED_NAMES:
-        names, model = safetensors_dtypes(target_source(target)), None
-        if not names:
-            reason = "it has no safetensors files"
-        elif names != {STORED_NAMES[stored]}:
-            reason = f"its files have weights of {', '.join(sorted(names))}"
-        else:
-            model, tokenizer = load(target, dtype=stored)
-            share = packable_share(model)
-            if share >= PACKABLE:
-                return model, tokenizer, torch.float32
-            reason = f"{1 - share:.0%} of its weights are neither in linear layers nor in embeddings"
-        dtype = cpu_dtype(stored) if dtype == "auto" else torch.float32
-        if dtype == torch.float32:
-            log.info("%s is loaded in float32 before packing, which takes more memory: %s", target, reason)
-        else:
-            log.warning("%s runs in bfloat16, in which near-ties can round differently from model.generate: %s. "
-                        'dtype="float32" gives the tokens of model.generate, in twice the memory', target, reason)
-            if model is not None:
-                return model, tokenizer, None
-        del model
-    elif stored == torch.float32 and dtype == "auto":
-        dtype = torch.float32
-    return *load(target, dtype=dtype), None
+    if stored not in STORED_NAMES:
+        return *load(target, dtype=dtype), None
+    final = {"auto": cpu_dtype(stored), None: stored}.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."))
+    names, model = safetensors_dtypes(target_source(target)), None
+    if names == {STORED_NAMES[stored]}:
+        model, tokenizer = load(target, dtype=stored)
+        if quantization is not None:
+            return model, tokenizer, final
+        share = packable_share(model)
+        if share >= PACKABLE or final == torch.float32:
+            return model, tokenizer, torch.float32
+        reason = f"{1 - share:.0%} of its weights are neither in linear layers nor in embeddings"
+    elif quantization is not None:
+        return *load(target, dtype=dtype), None
+    else:
+        reason = f"its files have weights of {', '.join(sorted(names))}" if names else "it has no safetensors files"
+    if final == torch.float32:
+        log.info("%s is loaded in float32 before packing, which takes more memory: %s", target, reason)
+    else:
+        log.warning("%s runs in bfloat16, in which near-ties can round differently from model.generate: %s. "
+                    'dtype="float32" gives the tokens of model.generate, in twice the memory', target, reason)
+    if model is None:
+        model, tokenizer = load(target, dtype=final)
+    return model, tokenizer, None
 
 
 def safetensors_dtypes(target: str) -> set[str]:
