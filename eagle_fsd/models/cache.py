@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -48,17 +49,18 @@ class TreeCacheLayer(CacheLayerMixin):
         """Append keys and values [B, H, N, D]; return those of all slots up to the longest row's end, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, start, count = self.cache.rows, self.cache.start_of(self), key_states.shape[-2]
+        start, count = self.cache.start_of(self), key_states.shape[-2]
         self.appended += count
-        end = self.cache.end_of(self)
-        both = (self.keys[rows], key_states), (self.values[rows], value_states)
-        for mine, states in both:
+        end, held = self.cache.end_of(self), []
+        for mine, states in ((self.keys, key_states), (self.values, value_states)):
+            mine = mine[self.cache.rows]
             if isinstance(start, int):
                 mine[:, :, start:end] = states
             else:
                 row, slots = rows_and_slots(start, count)
                 mine[row, :, slots] = states.transpose(1, 2)
-        return both[0][0][:, :, :end], both[1][0][:, :, :end]
+            held.append(mine[:, :, :end])
+        return tuple(held)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.end_of(self) + query_length, 0
@@ -78,7 +80,7 @@ class TreeCache(Cache):
     The layers of a device share one storage tensor, so that a commit is one gather and one copy per device.
 
     Args:
-        capacity: positions per sequence. batch: number of sequences.
+        capacity: positions per sequence.
         spare: storage of a cache of this size that is no longer used, to be used again.
     """
 
@@ -86,9 +88,8 @@ class TreeCache(Cache):
         self, devices: list[torch.device], capacity: int, batch: int = 1, spare: Tensor | None = None
     ) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
-        self.capacity = capacity
-        self.batch = batch
-        self.rows = slice(0, batch)  # the rows that a forward reads and writes
+        self.capacity, self.batch = capacity, batch
+        self.rows = slice(0, batch)  # that a forward reads and writes
         # For models that take positions from the cache: the nodes' positions [N] minus their slots.
         self.position_offset: Tensor | int = 0
         self._lengths = [0] * batch  # of the rows at the last commit
@@ -110,10 +111,7 @@ class TreeCache(Cache):
     def append(
         self, count: int, heads: int, size: int, like: Tensor
     ) -> tuple[Sequence[Tensor | Slots], Sequence[tuple[Tensor, Tensor]]]:
-        """Extend all layers, which are alike and on one device, by `count` positions of each row.
-
-        Args:
-            like: has the dtype and device of keys and values.
+        """Extend all layers by `count` positions of each row; see `storage`.
 
         Returns:
             For each layer the new positions, to be written by `copy_` [2, B, H, count, D], and the keys and values of
@@ -128,7 +126,8 @@ class TreeCache(Cache):
         return places, [tuple(layer.unbind()) for layer in storage[..., :end, :].unbind()]
 
     def storage(self, heads: int, size: int, like: Tensor) -> Tensor:
-        """[layers, 2, B, H, C, D]: keys and values of all layers, which are alike and on one device."""
+        """[layers, 2, B, H, C, D]: keys and values of all layers, which are alike and on one device, of the dtype and
+        device of `like`."""
         if not self.layers[0].is_initialized:
             shape = like.new_empty(0, heads, 0, size)
             for layer in self.layers:
@@ -193,7 +192,6 @@ class TreeCache(Cache):
             layer.appended = 0
 
     def one_row(self, row: int) -> AbstractContextManager[None]:
-        """Restrict the cache to one sequence within the context, for a forward of that sequence alone."""
         return self.only(slice(row, row + 1))
 
     @contextmanager
@@ -246,13 +244,17 @@ class TreeCache(Cache):
             return self
         return self.resized(max(capacity, min(most, 2 * self.capacity)), len(self.lengths))
 
-    def resized(self, capacity: int, batch: int) -> TreeCache:
-        """A new cache of this size with the same sequences."""
+    def resized(self, capacity: int, batch: int, rows: Sequence[int] | None = None) -> TreeCache:
+        """A new cache of this size with the same sequences, or with some of them."""
         other = TreeCache([layer.layer_device for layer in self.layers], capacity, batch)
-        other.rows, other.lengths = slice(0, 0), []
-        for row in range(len(self.lengths)):
+        other.keep_rows([])
+        for row in range(len(self.lengths)) if rows is None else rows:
             other.add_row(self, row)
         return other
+
+    def copy_of_row(self, row: int) -> TreeCache:
+        """A copy of one sequence, whose capacity is its length."""
+        return self.resized(max(1, self.lengths[row]), 1, [row])
 
     def add_row(self, source: TreeCache, row: int) -> None:
         """Append a sequence of another cache after the others."""
@@ -279,12 +281,6 @@ class TreeCache(Cache):
             if theirs.is_initialized and not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys, theirs.values)
 
-    def copy_of_row(self, row: int) -> TreeCache:
-        """A copy of one sequence, whose capacity is its length."""
-        other = TreeCache([layer.layer_device for layer in self.layers], max(1, self.lengths[row]))
-        other.copy_row(0, self, row, self.lengths[row])
-        return other
-
     def erase_row(self, row: int) -> None:
         """Set a sequence's keys and values to zero: a NaN would spread to the next sequence in this row."""
         for _, storage in self._storages:
@@ -297,15 +293,13 @@ def rows_and_slots(start: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return rows, start[:, None] + torch.arange(count, device=start.device)
 
 
+@dataclass(eq=False)
 class Slots:
-    """The slots of one layer's storage that a forward writes, by index, in place of a view of them.
+    """The slots of one layer's storage that a forward writes, by index, in place of a view of them."""
 
-    Args:
-        storage: [2, B, H, C, D]. rows: [B, 1] long, 0 to B - 1. slots: [B, N] long, distinct in each row.
-    """
-
-    def __init__(self, storage: Tensor, rows: Tensor, slots: Tensor) -> None:
-        self.storage, self.rows, self.slots = storage, rows, slots
+    storage: Tensor  # [2, B, H, C, D]
+    rows: Tensor  # [B, 1] long, 0 to B - 1
+    slots: Tensor  # [B, N] long, distinct in each row
 
     def copy_(self, states: Tensor) -> None:  # [2, B, H, N, D]
         self.storage[:, self.rows, :, self.slots] = states.permute(1, 3, 0, 2, 4).to(self.storage.dtype)
@@ -325,7 +319,6 @@ class BucketCache:
 
     @property
     def start(self) -> Tensor:
-        """[B]"""
         return self.lengths
 
     def end(self, count: int) -> int:
