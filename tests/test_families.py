@@ -1,8 +1,10 @@
-"""The families of targets: which decode losslessly, which are refused and why; docs/results/families.md has the tables.
+"""The families of targets: which decode losslessly, with heads of any kind trained for them; which are refused and why;
+docs/results/families.md has the tables.
 
 `pytest tests/test_families.py --write-tables` writes the tables there.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from test_lossless import WIDE, alone, assert_nodes_are_verified_like_their_path
 from tiny import FAMILIES, PROMPT, REFUSED, tiny_config, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING
 
+from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.loading.pair import EagleModel
+from eagle_fsd.models.target import TargetModel
+from train.config import TrainingConfig
+from train.heads import new_head
+from train.objectives import AlignedLoss, make_objective
+from train.teacher import OnlineFeatures, TargetEnds
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 NEW = 16  # with the prompt more than three times the windows
@@ -71,6 +79,79 @@ def test_refused(family):
         EagleModel.from_parts(model, None)
     name, reason = str(caught.value).split(" is not supported: ")
     found["refused"][family] = [family, name, re.split(r" \(|; ", reason)[0]]
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 2e4, "partial_rotary_factor": 0.5, "factor": 4.0,
+             "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 64}
+# Shapes that a Llama layer cannot have, or that transformers describes otherwise than Llama's.
+SHAPES = {
+    "phi3 of long texts": ("phi3", {"rope_parameters": LONG_ROPE}),  # Phi-4-mini
+    "gemma4 with two sizes": ("gemma4_text", {"global_head_dim": 16}),
+    "heads beside the hidden size": ("glm4_moe", {"num_attention_heads": 6}),  # GLM-4.5
+    "scaled global layers": ("olmo3", {"rope_parameters": {  # OLMo 3
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0,
+                           "original_max_position_embeddings": 16}}}),
+}
+# Everything else about a new head's rotary embedding: its type and the theta of the target's global layers.
+ROPES = {"llama4_text": ("default", 5e5), "gemma3_text": ("default", 1e6), "gemma4_text": ("default", 1e6),
+         "olmo3": ("default", 5e5), "gpt_oss": ("yarn", 1.5e5), "apertus": ("llama3", 1.2e7),
+         "phi3 of long texts": ("default", 2e4), "scaled global layers": ("yarn", 5e5)}
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("name", [*known(FAMILIES), *SHAPES])
+def test_a_new_head_trains_and_decodes_losslessly(name, kind, tmp_path):
+    family, options = SHAPES.get(name, (name, {}))
+    try:
+        model = tiny_target(family, attention="sdpa", **options)
+    except ValueError:
+        model = tiny_target(family, **options)
+    config = TrainingConfig(output=tmp_path, head=kind, layers=(0, 1) if kind == "eagle3" else ())
+    head = new_head(config, model.config.get_text_config(decoder=True))
+    target = TargetModel(model.requires_grad_(False))
+    target.layers = head.target_layers(2)
+    ends = TargetEnds.of(target, target.device)
+    head.share_embeddings(ends.embed_tokens)
+    loss_of = AlignedLoss(head, make_objective(f"{kind.replace('2', '')},aligned_steps=2"), ends.logits)
+    tokens = torch.tensor([PROMPT, PROMPT[::-1]])
+    features = OnlineFeatures(target)(None, tokens)
+    optimizer, losses = torch.optim.AdamW(head.parameters(), lr=3e-3), []
+    for _ in range(3):
+        loss, _ = loss_of(features, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    save_head(head, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    rope = fields["rope_parameters"]
+    assert not any(isinstance(value, dict) for value in rope.values()) and "partial_rotary_factor" not in rope
+    if name in ROPES:
+        assert (rope["rope_type"], rope["rope_theta"]) == ROPES[name] and fields["rope_theta"] == ROPES[name][1]
+    pair = EagleModel.from_parts(model, load_head(tmp_path))
+    assert_same(pair, alone, [(PROMPT, {"max_new_tokens": NEW, "tree": WIDE, "acceptance": "exact", "seed": 1})])
+
+
+def test_what_a_head_cannot_follow_is_said(caplog):
+    caplog.set_level("INFO", "train")
+    config = TrainingConfig(output=Path("run"))
+    for family, options in [("llama", {}), ("gemma3_text", {})]:
+        new_head(config, tiny_config(family, **options))
+    assert not caplog.records
+    new_head(config, tiny_config("phi3", rope_parameters=LONG_ROPE))
+    assert "default rotary embedding with theta 20000 over whole attention heads; the target has one of type longrope, " \
+        "over 0.5 of each" in caplog.text
+    head = new_head(config, tiny_config("glm4_moe", num_attention_heads=6))
+    assert (head.config.num_attention_heads, head.config.num_key_value_heads, head.config.head_dim) == (4, 2, 8)
+    assert "has 4 attention heads, since the target's 6 do not divide the hidden size 16" in caplog.text
+    plain = transformers.GPT2Config(n_embd=16, n_head=4, vocab_size=32)  # without a field intermediate_size
+    assert new_head(config, plain).config.intermediate_size == 64 and "none that its config describes" in caplog.text
+    assert new_head(config, transformers.OPTConfig(hidden_size=16, num_attention_heads=4, ffn_dim=24, vocab_size=32)
+                    ).config.intermediate_size == 24
+    with pytest.raises(ValueError, match="cannot follow MambaConfig, which has no num_attention_heads"):
+        new_head(config, transformers.MambaConfig())
 
 
 def read_table(text: str, kind: str) -> dict[tuple[str, ...], set[str]]:
