@@ -88,11 +88,12 @@ def test_aligned_mask_of_step_3():
     assert aligned_mask(5, 3, torch.device("cpu"))[0].int().tolist() == expected
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager", "eagle3"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "eagle3", "eagle3.1"])
 def test_aligned_steps_predict_what_decoding_predicts(pair, monkeypatch, kind):
     target, head = pair
-    if kind == "eagle3":
-        head = Eagle3Head(LlamaConfig(**SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 20}))
+    if kind.startswith("eagle3"):
+        norms = {"fc_norm": True, "norm_output": True} if kind == "eagle3.1" else {}
+        head = Eagle3Head(LlamaConfig(**SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 20} | norms))
         target = EagleModel.from_parts(tiny_target(num_hidden_layers=8), head).target
     else:
         head.config._attn_implementation = kind
@@ -105,8 +106,16 @@ def test_aligned_steps_predict_what_decoding_predicts(pair, monkeypatch, kind):
 
     monkeypatch.setattr(type(head), "forward", record)
     with torch.no_grad():
-        AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=3), target.logits)(features, tokens, tokens > 0)
+        loss, _ = AlignedLoss(head, Objective(soft_ce=1.0, aligned_steps=3, step_decay=0.8), target.logits)(
+            features, tokens, tokens > 0)
         monkeypatch.undo()
+        if kind.startswith("eagle3"):  # as SpecForge and speculators compute it: of states normalised once
+            known = head.names(tokens[0, 2:])
+            p = target.logits(features[0, 1:-1])[known][:, head.draft_tokens].softmax(-1)
+            logits = [head.lm_head(state if head.norm_output else head.norm(state))[0, known] for state in steps]
+            expected = sum(-0.8**step * (p * each.log_softmax(-1)).sum() for step, each in enumerate(logits))
+            assert known.any()
+            torch.testing.assert_close(loss, expected)
         head.config._attn_implementation = "sdpa"
         i = 3  # the chain that the decoder would draft after the features 0 .. i
         cache, read = head.new_cache(20), head.read(features[:, : i + 1])

@@ -35,6 +35,7 @@ from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.heads.export import export_head
 from eagle_fsd.models.linear import is_int8
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
@@ -434,6 +435,35 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     run(place, "other layers", layers=(1, 6), **changes)
 
 
+def test_the_norms_of_eagle_3_1_are_trained_saved_and_exported(place, tmp_path, caplog):
+    head = run(place, tmp_path / "run", steps=4, head="eagle3", draft_vocab_size=len(TOKENS), fc_norm=True,
+               norm_output=True, lr=1e-2, objective=make_objective("eagle3,aligned_steps=3"))
+    trained = assert_decodes_losslessly(place, head)
+    norms = [*(norm.weight for norm in trained.fc_norm), trained.norm.weight]
+    assert len(norms) == 4 and all((weight != 1).any() for weight in norms)
+    path = export_head(head, "vllm", tmp_path / "vllm", dtype=torch.float32)
+    fields = [json.loads((folder / "config.json").read_text()) for folder in (head, path.parent)]
+    assert all(each["fc_norm"] is each["norm_output"] is True for each in fields)  # SpecForge's and speculators' names
+    assert {f"fc_norm.{number}.weight" for number in range(3)} < load_file(path).keys()
+    features, states = torch.randn(1, 5, 3 * 16, generator=torch.Generator().manual_seed(0)), []
+    for each in (load_head(head), load_head(path.parent)):
+        each.share_embeddings(trained.embed_tokens)
+        states.append(each(each.read(features), torch.tensor([PROMPT[:5]]), torch.arange(5)[None]))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert "SpecForge before September 2026" not in caplog.text  # our files say which meaning norm_output has
+
+
+def test_states_of_a_version_without_a_setting_have_its_default(place, tmp_path):
+    given = {"steps": 2, "evaluate": False}
+    record = run(place, tmp_path / "run", **given).parent / "states" / "step-2" / "run.json"
+    stored = json.loads(record.read_text())
+    del stored["config"]["fc_norm"]
+    record.write_text(json.dumps(stored))
+    run(place, tmp_path / "run", **given)
+    with pytest.raises(ValueError, match=r"another .*fc_norm \(was False, now True\)"):
+        run(place, tmp_path / "run", **given, head="eagle3", fc_norm=True, objective=OBJECTIVES["eagle3"])
+
+
 def test_every_document_is_seen_once_per_epoch_and_held_out_ones_never(place):
     documents, config = Documents.load(place / "data"), settings(place, "x")
     schedule = Schedule(documents, np.arange(50), config)
@@ -472,6 +502,7 @@ def test_noise_belongs_to_the_document_and_fades_with_length():
     ({"head": "eagle3"}, "an EAGLE-3 head predicts no features, regression must be 0, got 1.0"),
     ({"draft_vocab_size": 33}, "draft_vocab_size 33 exceeds vocab_size 32"),
     ({"layers": (0, 8)}, "layers is not a setting of an eagle2 head"),
+    ({"fc_norm": True}, "fc_norm is not a setting of an eagle2 head"),
     ({"head": "eagle3", "objective": OBJECTIVES["eagle3"], "layers": (0, 9)}, r"must be distinct .*got \(0, 9\)"),
     ({"quantization": "int8"}, "needs stored features"),
     ({"eval_documents": 4, "data": Path("nowhere")}, "nowhere is not a dataset"),

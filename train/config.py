@@ -53,6 +53,8 @@ class TrainingConfig:
         bias: give the fc layer of a new head a bias.
         qkv_bias: give q, k and v of a new EAGLE-2 head a bias.
         norm_before_residual: take the residual of a new EAGLE-3 head after the norm.
+        fc_norm: give a new EAGLE-3 head a norm of each target layer's features, as EAGLE-3.1 has (arXiv 2605.09992).
+        norm_output: let a new EAGLE-3 head continue from its normalised states, as EAGLE-3.1 does.
         objective: a name in train.objectives.OBJECTIVES, fields of Objective (tv=1,soft_ce=0.1), or a name and changed
             fields (hass,aligned_steps=4).
         steps: optimizer steps. If omitted: as many as --epochs need.
@@ -107,6 +109,8 @@ class TrainingConfig:
     bias: bool = False
     qkv_bias: bool = False
     norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     objective: ObjectiveText = OBJECTIVES["hass"]
     steps: int | None = None
     epochs: float = 20.0

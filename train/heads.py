@@ -28,6 +28,8 @@ MLP_SIZES = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")  # th
 # Parameters of the rotary embeddings in FIXED_ROPE.
 ROPE = ("rope_type", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
         "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Settings of EAGLE-3 heads, and fields of their config.
+VARIANT = ("norm_before_residual", "fc_norm", "norm_output")
 
 
 def target_shape(text: PreTrainedConfig) -> dict[str, object]:
@@ -50,8 +52,8 @@ def target_shape(text: PreTrainedConfig) -> dict[str, object]:
         counts = [count for count in range(1, heads) if hidden % count == 0]
         count = max((count for count in counts if count % shared == 0), default=counts[-1])
         fields |= {"num_attention_heads": count, "num_key_value_heads": shared if count % shared == 0 else count}
-        log.info("the head has %d attention heads, since the target's %d do not divide the hidden size %d", count, heads,
-                 hidden)
+        log.info("the head has %d attention heads, since the target's %d do not divide the hidden size %d", count,
+                 heads, hidden)
     return fields | {"rope_parameters": head_rope(text)}
 
 
@@ -80,8 +82,7 @@ def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
     Raises:
         ValueError: the sizes do not match, a setting belongs to the other kind of head, or see `target_shape`.
     """
-    kind, other = (Eagle3Head, ("qkv_bias",)) if config.head == "eagle3" else (DraftHead, ("layers",
-                                                                                         "norm_before_residual"))
+    kind, other = (Eagle3Head, ("qkv_bias",)) if config.head == "eagle3" else (DraftHead, ("layers", *VARIANT))
     for name in other:
         if getattr(config, name):
             raise ValueError(f"{name} is not a setting of an {config.head} head")
@@ -90,7 +91,7 @@ def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
     if (config.draft_vocab_size or 0) > fields["vocab_size"]:
         raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {fields['vocab_size']}")
     if config.head == "eagle3":
-        fields |= {"norm_before_residual": config.norm_before_residual}
+        fields |= {"norm_before_residual": False} | {name: True for name in VARIANT if getattr(config, name)}
         fields |= {LAYER_IDS: list(config.layers)} if config.layers else {}
     else:
         fields.pop("draft_vocab_size", None)  # EAGLE-3 heads only: `set_draft_vocabulary` limits the others

@@ -13,6 +13,7 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
 
+from .config import TrainingConfig
 from .stopping import any_process
 from .trainer import Trainer
 
@@ -77,7 +78,7 @@ def resume(trainer: Trainer) -> bool:
     recorded, fault = {}, None
     try:
         record = json.loads((states[-1] / "run.json").read_text(encoding="utf-8"))
-        recorded, step = dict(record["config"]), int(record["step"])
+        recorded, step = defaults() | record["config"], int(record["step"])
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         fault = error
     if fault is None:
@@ -110,6 +111,13 @@ def depends_on(trainer: Trainer) -> dict:
     settings = dataclasses.asdict(trainer.config)
     fixed = {name: value for name, value in settings.items() if name not in (*CHANGEABLE, *NAMES)}
     return json.loads(json.dumps(fixed | trainer.digests))
+
+
+def defaults() -> dict:
+    """Those of the settings, for states of a version that did not have all of them."""
+    values = {field.name: field.default for field in dataclasses.fields(TrainingConfig)
+              if field.default is not dataclasses.MISSING and field.name not in (*CHANGEABLE, *NAMES)}
+    return json.loads(json.dumps(values, default=dataclasses.asdict))
 
 
 def saved_states(output: Path) -> list[Path]:

@@ -28,7 +28,17 @@ from ..models.masks import SLIDING
 from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, Eagle3Head
-from .layouts import LAYER_IDS, NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
+from .layouts import (
+    LAYER_IDS,
+    NORMS,
+    POST_NORM,
+    check_draft_tokens,
+    is_drafter,
+    is_eagle3,
+    llama_config,
+    plain_names,
+    read_fields,
+)
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -288,8 +298,9 @@ def config_fields(head: DraftHead, dtype: torch.dtype) -> dict[str, object]:
         fields |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.draft_vocab_size}
         if getattr(head.config, "qk_norm", False):
             fields |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}  # vLLM's names
-        if LAYER_IDS in fields:
-            fields["eagle_config"] = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]}
+        nested = {LAYER_IDS: [number - 1 for number in fields[LAYER_IDS]]} if LAYER_IDS in fields else {}
+        nested |= {POST_NORM: True} if head.norm_output else {}
+        fields |= {"eagle_config": nested} if nested else {}
     if head.window is not None:
         fields |= {"layer_types": [SLIDING], "sliding_window": head.window}
     return fields

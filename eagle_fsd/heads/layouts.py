@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 # Fields of config.json that change what an EAGLE-3 head computes, with the weights that also imply them.
 NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight", "norm_output": None}
+POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of norm_output, which SpecForge never wrote
 # Drafters that are no EAGLE heads, by a part of their names in config.json; the variants of DFlash before DFlash.
 DRAFTERS = {
     "dspark": "DSpark, a DFlash drafter whose draft tokens depend on the one before by a Markov head",
@@ -159,8 +160,9 @@ def llama_config(fields: dict, state: dict[str, Tensor], path: str) -> LlamaConf
         raise ValueError(f"{path} has use_aux_hidden_state false; accepted: heads that read several target layers")
     norms = {name: bool(nested.get(name, fields.get(name))) or weight in state for name, weight in NORMS.items()}
     norms["fc_norm"] |= bool(fields.get("use_aux_norm"))  # its name in older files of SGLang
-    norms["norm_output"] |= bool(nested.get("return_hidden_post_norm"))  # in TensorRT-LLM
-    if eagle3 and norms["norm_output"] and fields.get("architectures") == [SPECFORGE]:
+    post_norm = bool(nested.get(POST_NORM))
+    norms["norm_output"] |= post_norm
+    if eagle3 and norms["norm_output"] and not post_norm and fields.get("architectures") == [SPECFORGE]:
         log.warning("%s has norm_output: further steps continue from the state after the norm, as in EAGLE-3.1. "
                     "SpecForge before September 2026 wrote it for heads that continue from the state before: "
                     "`eagle-fsd heads check` compares the two", path)
