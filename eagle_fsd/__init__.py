@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from .utils.lazy import lazy_names
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 
 __all__ = [
     "RULES",

@@ -104,6 +104,11 @@ def test_the_index_page_links_to_files_of_the_version(setup_names):
     assert blocks[0] == blocks[1] == blocks[2]
 
 
+def test_the_changelog_begins_with_the_version(declared):
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == declared["version"]
+
+
 @pytest.mark.slow
 def test_what_is_installed_generates_outside_the_checkout(tmp_path):
     """What a wheel holds, where nothing of the checkout is found: generating, training, the command line, its data."""
