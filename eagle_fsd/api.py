@@ -149,13 +149,15 @@ def decode_requests(
     parked = None
     if session is not None:  # empty until the end: an error may leave inconsistent caches
         parked, session.row = session.row, None
-    for numbers in model.target.batches([len(request.prompt) for request in requests]):
-        group = [requests[number] for number in numbers]
+    groups = [[requests[number] for number in numbers]
+              for numbers in model.target.batches([len(request.prompt) for request in requests])]
+    for group in groups:
         speculative = group[0].options.speculative  # in all, as what the drafting policy reads
         drafter = model.draft if speculative or session is not None else None  # a session's next call may draft
         batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked, captured=model.captured)
         batch.observe = observe
         emitted = [cycle.prefill(batch, number) for number in range(len(group))]
+        parked, long = None, []
         while True:
             for request, receipts in zip(batch.requests, emitted, strict=True):
                 if request.error is not None:
@@ -166,9 +168,13 @@ def decode_requests(
                     ended(request)
             if all(request.reason is not None for request in batch.requests):
                 break
-            batch.drop_finished()
+            long += batch.drop_finished()
+            if not batch.requests:
+                break
             emitted = cycle.step(batch)
-        if session is not None:
+        if long:
+            groups.append(long)
+        elif session is not None:
             session.row = batch.row(0)
     return [request.output() for request in requests]
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, PROMPT, tiny_chat_pair, tiny_pair
+from tiny import CHAT_TEMPLATE, PROMPT, growing_long, tiny_chat_pair, tiny_pair
 from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
@@ -232,9 +232,7 @@ def test_bad_chats(model):
 def test_a_text_that_becomes_long_is_read_anew():
     """Phi-3's rotary embedding gives a long text other keys than a short one."""
     short = len(PROMPT) + 10
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
-            "original_max_position_embeddings": short}
-    pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
+    pair = growing_long("phi3", short)
     session, options = Session(), {"acceptance": "exact", "tree": TreeConfig(8, 3, 2), "max_new_tokens": 8}
     begun = eagle_fsd.generate(PROMPT, pair, session=session, **options)
     longer = PROMPT + begun.token_ids + PROMPT

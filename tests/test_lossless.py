@@ -6,6 +6,7 @@ of a request alone. V = 32 vocabulary. Every family: test_families.py; processor
 
 import functools
 import itertools
+import threading
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from test_eagle3 import deep_target, good_head
 from test_engine import no_three_after_one
 from test_generate import Recorder
-from tiny import NAMED, PROMPT, VOCAB, small_model, tiny_head, tiny_pair, tiny_target
+from tiny import NAMED, PROMPT, VOCAB, growing_long, small_model, tiny_head, tiny_pair, tiny_target
 from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration
 
 import eagle_fsd
@@ -24,6 +25,7 @@ from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.target import TargetModel
 
 NEW = 28
+LONG = 26  # texts of the matrix begin below it and above it, and some grow past it
 TREE, WIDE, CHAIN, DEEP = TreeConfig(12, 4, 3), TreeConfig(16, 5, 4), TreeConfig(6, 5, 1), TreeConfig(4, 1, 3)
 REPEATS = [3, 1, 4, 1, 5, 9, 2, 6] * 3  # which drafts can be copied from
 PROMPTS = [REPEATS, PROMPT, [5], [7, 7, 2] * 6, [(5 * i + 3) % VOCAB for i in range(21)]]
@@ -73,6 +75,7 @@ TARGETS = {
     # Windows, chunks, latent keys, learned positions; Llama-4 counts positions and goes row by row.
     **{family: functools.partial(tiny_pair, family)
        for family in ("qwen2-window", "llama4_text", "deepseek_v3", "gpt2", "opt")},
+    "phi3, growing long": functools.partial(growing_long, "phi3", LONG),
     # Other causal LMs draft: with more rows of padding than the target; with fewer, and windows; with too few positions
     # for the texts.
     "a small llama": functools.partial(drafted_by, "llama", "gemma3_text", vocab_size=40, num_hidden_layers=1),
@@ -244,24 +247,65 @@ def test_learned_positions_end_with_the_last_one():
         assert assert_same(pair, way, [(PROMPT, {"max_new_tokens": NEW, "tree": WIDE, "seed": 0})])["head"] > 0
 
 
-def test_texts_stay_on_their_side_of_a_change_of_rotary_frequencies():
-    """Where a text becomes long, `model.generate` computes all of it anew; ours ends there, with the last token that
-    depends on a short text only. A prompt of any length is taken."""
-    short, options = len(PROMPT) + 10, {"max_new_tokens": NEW, "tree": WIDE}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
-            "original_max_position_embeddings": short}
-    pair = tiny_pair("phi3", sliding_window=None, rope_parameters=rope, original_max_position_embeddings=short)
-    for length in (len(PROMPT), short - 1, short, short + 1):
-        prompt = (PROMPT * 3)[:length]
-        output, session = eagle_fsd.generate(prompt, pair, **options), eagle_fsd.Session()
-        whole = pair.target.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-        expected = whole[0, length:].tolist()
-        assert output.token_ids == expected[: short + 1 - length if length <= short else NEW]
-        eagle_fsd.generate(prompt, pair, session=session, **options)
-        longer = prompt + output.token_ids + PROMPT  # none of the short text's keys are used again
-        assert eagle_fsd.generate(longer, pair, session=session, **options).token_ids == eagle_fsd.generate(
-            longer, pair, **options).token_ids
-    assert_same(pair, alone, [(PROMPT * 3, options)])
+@pytest.mark.parametrize("family", ["phi3", "phimoe"])
+def test_texts_become_long(family):
+    """Where a text becomes long for a longrope, `model.generate` computes all of it anew, and so does this, with the
+    answer and all that belongs to it going on. No text uses the keys of a text of the other kind."""
+    pair, options = growing_long(family, LONG), {"max_new_tokens": NEW, "tree": WIDE}
+    for length in (3, LONG - 4, LONG - 1, LONG, LONG + 1):
+        prompt, seen, session = (PROMPT * 3)[:length], [], eagle_fsd.Session()
+
+        def never(ids, scores, seen=seen):
+            return bool(seen.append(ids[0].tolist()))
+
+        expected = plainly(pair, prompt, options)
+        output = eagle_fsd.generate(prompt, pair, session=session, stopping_criteria=[never], **options)
+        assert output.token_ids == expected and output.stats.prefill_tokens == length
+        assert seen == [prompt + expected[:end] for end in range(1, NEW + 1)]
+        check_counts(output)
+        assert sum(output.stats.accepted_lengths) > 10
+        for later in (prompt[: length - 2] + [7], prompt + output.token_ids + PROMPT):
+            again = eagle_fsd.generate(later, pair, session=session, **options)
+            assert again.token_ids == plainly(pair, later, options)
+    assert again.stats.prefill_tokens < len(later)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_a_text_that_has_become_long_waits_for_the_short_ones_beside_it(cancels):
+    """In an engine, whose batch has texts of one kind. Then it is the next to go on, unless it was cancelled."""
+    pair, read, submitted = growing_long("phi3", LONG), [], threading.Event()
+
+    def criterion(name):
+        def watch(ids, scores):
+            submitted.wait(30)
+            read.append(name)
+            if cancels and ids.shape[1] == LONG + 1:
+                tickets[name].cancel()
+            return False
+        return watch
+
+    asked, until = {"long": (REPEATS, NEW), "beside": ([5], 20), "next": (PROMPT, 9)}, LONG + 1 - len(REPEATS)
+    with eagle_fsd.Engine(pair, tree=TREE, max_rows=2, prefixes=0) as engine:
+        tickets = {name: engine.submit(prompt, max_new_tokens=new, stopping_criteria=[criterion(name)])
+                   for name, (prompt, new) in asked.items()}
+        submitted.set()
+    for name, (prompt, new) in asked.items():
+        output, cancelled = tickets[name].result(), cancels and name == "long"
+        assert output.token_ids == plainly(pair, prompt, {"max_new_tokens": until if cancelled else new})
+        assert output.finish_reason == ("cancelled" if cancelled else "length")
+    assert cancels or read[until + 20 :] == ["long"] * (NEW - until) + ["next"] * 9
+    assert engine.rows == engine.stats.reused_tokens == 0
+
+
+def test_a_text_of_a_family_that_mixes_keys_ends_before_it_becomes_long(caplog):
+    """There, `model.generate` computes the new keys only as those of a long text."""
+    pair, options = growing_long("llama", LONG), {"max_new_tokens": NEW, "tree": WIDE}
+    for length in (LONG - 4, LONG, LONG + 1):
+        prompt, left = (PROMPT * 3)[:length], LONG + 1 - length or NEW
+        for way in (alone, joining):
+            for output in way(pair, [(prompt, options)] * 2):
+                assert output.token_ids == plainly(pair, prompt, options)[:left] and output.finish_reason == "length"
+    assert f"max_new_tokens lowered from {NEW} to the 5 free positions" in caplog.text  # once
 
 
 def test_targets_that_cannot_be_served_are_refused():

@@ -196,6 +196,15 @@ def tiny_pair(family: str = "llama", seed: int = 0, tokenizer=None, **options) -
     return EagleModel.from_parts(target, tiny_head(target, seed), tokenizer)
 
 
+def growing_long(family: str, limit: int) -> EagleModel:
+    """A pair whose target has other rotary frequencies for texts of more tokens than the limit."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [4.0, 5.0],
+            "original_max_position_embeddings": limit}
+    rope |= {"short_mscale": 1.0, "long_mscale": 1.3} if family == "phimoe" else {}
+    window = {"sliding_window": None} if family == "phi3" else {}
+    return tiny_pair(family, rope_parameters=rope, original_max_position_embeddings=limit, **window)
+
+
 def tiny_tokenizer(letters: str = "abcdefghijklmnopqrstuvwxyz .") -> PreTrainedTokenizerFast:
     """One token per character, after <s>: four special tokens, then 28 letters."""
     special = ["<s>", "</s>", "<user>", "<bot>"]

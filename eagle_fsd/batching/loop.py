@@ -165,7 +165,10 @@ class Loop:
             left, self._cancelling = list(self.queue), True
             self.queue.clear()
         for request in left:
-            request.finish("error", EngineClosed("the engine was closed before the request started"))
+            if request.receipts:  # it waited for a second prefill
+                request.finish("cancelled")
+            else:
+                request.finish("error", EngineClosed("the engine was closed before the request started"))
             self._retire(request)
         self.thread.join()
 
@@ -198,7 +201,7 @@ class Loop:
     def most_new_tokens(self, length: int) -> int:
         """New tokens after a prompt of this length, limited by the context and by a row's share of all positions."""
         share = max(self.positions // self.max_rows - self.nodes, min(length + LEAST, self.positions - self.nodes))
-        limit = self.model.target.position_limit(length)
+        limit = self.model.target.text_limit(length)
         return max(1, (share if limit is None else min(share, limit)) - length)
 
     # The thread -------------------------------------------------------------------------------------------------
@@ -251,12 +254,12 @@ class Loop:
                 return False
             request = self.queue.popleft()
         ticket, together = self.live[request](), [*self.requests, request]
-        if ticket is not None:
+        if ticket is not None and not request.receipts:
             ticket.begin()
         try:
             self._make_room(together)
             plan = self.batch.drafting.choose(together)
-            caches = [model.new_cache(len(request.prompt)) for model in self.batch.models]
+            caches = [model.new_cache(len(request.tokens)) for model in self.batch.models]
             alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
             self.prefixes.copy_into(alone, self.batch)
             self.prefilling = alone
@@ -282,6 +285,7 @@ class Loop:
         self.prefilling = None
         self._show(request, receipts)
         if request.reason is None:
+            self._wait_again(alone.drop_finished())
             self.batch.add(alone)
         else:
             self._park(alone, 0)
@@ -342,10 +346,15 @@ class Loop:
                 self.batch.erase(number)
             self._park(self.batch, number)
         try:
-            self.batch.drop_finished()
+            self._wait_again(self.batch.drop_finished())
         finally:  # even if an error stops the others
             for _, request in finished:
                 self._retire(request)
+
+    def _wait_again(self, long: Sequence[Request]) -> None:
+        """Texts that have become long are prefilled again, before the others in the queue."""
+        with self._changed:
+            self.queue.extendleft(reversed(long))
 
     def _park(self, batch: Batch, number: int) -> None:
         """Keep the caches of a row for prompts with the same beginning, unless it failed or memory runs out."""
@@ -371,7 +380,7 @@ class Loop:
     def _has_room_for(self, request: Request) -> bool:
         """Whether the request can start now."""
         requests = [*self.requests, request]
-        batches = self.model.target.batches([len(row.prompt) for row in requests])
+        batches = self.model.target.batches([len(row.tokens) for row in requests])
         return len(batches) == 1 and self._size(requests) is not None
 
     def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
@@ -413,7 +422,7 @@ class Prefixes:
         """Park a copy of a row that ends. It replaces rows that are a prefix of it, and the oldest ones if there is no
         room."""
         text = row.cached
-        if not self.most or not text or len(text) > self.positions or row.limit != row.target.position_limit(len(text)):
+        if not self.most or not text or len(text) > self.positions:
             return
         self.parked = [other for other in self.parked if shared_prefix(other.tokens, text) < len(other.tokens)]
         while self.parked and (len(self.parked) >= self.most

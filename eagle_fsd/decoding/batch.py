@@ -41,7 +41,7 @@ class Row:
     Args:
         tokens: of the text. caches: of the target, and of the drafter if there is one. number: its row in them.
         features: the target's features [T, F], in parts, that the drafter has not processed.
-        weights: `weights_key` of both models when the text began. limit: `CausalLM.position_limit` of its prompt.
+        weights: `weights_key` of both models when the text began.
     """
 
     target: TargetModel
@@ -51,7 +51,6 @@ class Row:
     number: int
     features: list[Tensor]
     weights: tuple
-    limit: int | None
 
     @property
     def cached(self) -> list[int]:
@@ -71,7 +70,8 @@ class Row:
         after it, and that token is new. If the drafter has processed this feature already (the prompts differ before
         the last cycle of the earlier request), the target processes the position once more.
         """
-        if self.weights != request.weights or self.limit != self.target.position_limit(len(request.prompt)):
+        limit = self.target.position_limit
+        if self.weights != request.weights or limit(len(self.cached)) != limit(len(request.tokens)):
             return 0, []
         kept = shared_prefix(self.cached, request.tokens[:-1])  # the last token needs logits
         if self.drafter is None or not self.drafter.reads_features:
@@ -151,7 +151,7 @@ class Batch:
         self._longest = length = max((request.positions for request in self.requests), default=0)
         captured = self.captured is not None and self.captured.support(self.target, self.drafter)
         if not captured:
-            length = min(length, max((len(request.prompt) for request in self.requests), default=0) + STEP)
+            length = min(length, max((len(request.tokens) for request in self.requests), default=0) + STEP)
         rooms = self._rooms(length)
         if parked is not None:
             if (parked.target, parked.drafter) != (self.target, self.drafter):
@@ -185,7 +185,7 @@ class Batch:
         """A row as it is. It changes with the batch, unless it is copied."""
         request = self.requests[number]
         return Row(self.target, self.drafter, request.tokens, self.caches, number, self.features[number],
-                   request.weights, self.target.position_limit(len(request.prompt)))
+                   request.weights)
 
     def adopt(self, row: Row) -> None:
         """Copy what another row shares with the prompt of this batch's only request, which has not begun."""
@@ -202,15 +202,22 @@ class Batch:
         self.features += other.features
         self.drafting.resize(self.requests)
 
-    def drop_finished(self) -> None:
-        """Remove the requests that have ended."""
-        going = [number for number, request in enumerate(self.requests) if request.reason is None]
+    def drop_finished(self) -> list[Request]:
+        """Remove the requests that have ended, and those whose texts have become long, see `CausalLM.position_limit`:
+        all of their keys are others now. Returns the latter, which another batch prefills again."""
+        limit, going, long = self.target.position_limit, [], []
+        for number, (request, length) in enumerate(zip(self.requests, self.cache.lengths, strict=True)):
+            if request.reason is None and limit(length) != limit(len(request.tokens)):
+                long.append(request)
+            elif request.reason is None:
+                going.append(number)
         if len(going) < len(self.requests):
             self.requests, self.features = ([rows[number] for number in going]
                                             for rows in (self.requests, self.features))
             for cache in self.caches:
                 cache.keep_rows(going)
             self.drafting.resize(self.requests)
+        return long
 
     @contextmanager
     def only(self, rows: slice) -> Iterator[None]:

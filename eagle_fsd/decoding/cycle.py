@@ -20,6 +20,7 @@ from ..drafting.copies import MOST_NODES, Copies
 from ..drafting.growth import draft, rerank
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, join_drafts, root_only
+from ..models.target import TargetModel
 from .batch import Batch
 from .output import Receipt
 from .processing import VerifiedTrees, couple
@@ -31,19 +32,21 @@ OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails rai
 
 def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]:
     """Process what is not cached of a prompt, at most this many tokens; after its last one, draw the first token of the
-    answer, which is a walk on a tree with only a root.
+    answer, which is a walk on a tree with only a root. A text that has become long is continued in the same way, see
+    `Batch.drop_finished`.
 
     Returns:
         Receipts of the new tokens of the answer.
     """
     request = batch.requests[number]
     features = batch.read_prompt(number, most)  # [tokens, F]
-    request.stats.prefill_tokens += len(features)
+    if not request.receipts:
+        request.stats.prefill_tokens += len(features)
     emission = None
-    if batch.cache.lengths[number] == len(request.prompt):
-        root = root_only(torch.tensor(request.prompt[-1:], device=batch.device))
+    if batch.cache.lengths[number] == len(request.tokens):
+        root = root_only(torch.tensor(request.tokens[-1:], device=batch.device))
         logits = batch.target.logits(features[-1][None, None])  # [1, 1, V]
-        verified = VerifiedTrees.of([request], [len(request.prompt) - 1], root, logits)
+        verified = VerifiedTrees.of([request], [len(request.tokens) - 1], root, logits)
         ((_, emission),) = _walk(EXACT, verified)
     if batch.drafting.largest.drafts:
         batch.catch_up(number)
@@ -137,10 +140,17 @@ def draft_trees(
         if ended:  # the drafter processed their last tokens only to keep the batch in shape
             batch.draft_cache.lengths = [read[number] if number in ended else length
                                          for number, length in enumerate(batch.draft_cache.lengths)]
-            tree = tree.without_drafts(ended)
+            tree = tree.cut([0 if number in ended else depth for number in range(len(requests))])
     tree = join_drafts(tree, copies, plan) if any(copies) else tree
-    plain = [number for number, request in enumerate(requests) if not request.options.speculative]
-    return tree.without_drafts(plain) if plain else tree, logits
+    return tree.cut([_levels(request, batch.target, tree.max_depth) for request in requests]), logits
+
+
+def _levels(request: Request, target: TargetModel, most: int) -> int:
+    """How many levels of a tree a request may have: none below the token with which a short text becomes long."""
+    length, limit = len(request.tokens), target.position_limit
+    if not request.options.speculative:
+        return 0
+    return most if limit(length) == limit(length + most) else limit(length) - length
 
 
 def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:

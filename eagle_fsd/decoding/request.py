@@ -117,12 +117,15 @@ class Request:
         return self.rule.is_lossless(self.options.greedy)
 
     def begin(self, target: TargetModel, weights: tuple) -> None:
-        """Start the clock and allocate, right before the prefill.
+        """Start the clock and allocate, right before the prefill. Only the first call does.
 
         Args:
             weights: `weights_key` of both models.
         """
-        self._started, self.weights = time.perf_counter(), weights
+        self.weights = weights
+        if self._started is not None:  # the text has become long, and is processed again
+            return
+        self._started = time.perf_counter()
         self.stats.computed_by = target.computed_by
         if self.criteria:
             text = [*self.padding, *self.prompt, *[0] * self.max_new_tokens]

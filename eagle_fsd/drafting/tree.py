@@ -52,16 +52,20 @@ class DraftTree:
         return [[None if number < 0 else ORIGINS[number] for number in row]
                 for row in origins.masked_fill(self.depths == 0, -1).tolist()]
 
-    def without_drafts(self, rows: Sequence[int]) -> DraftTree:
-        """The trees with all nodes of these rows replaced by repetitions of their root."""
-        out = torch.zeros(len(self.tokens), 1, dtype=torch.bool, device=self.tokens.device)
-        out[list(rows)] = True
+    def cut(self, levels: Sequence[int]) -> DraftTree:
+        """The trees with at most this many levels below the root in each row: all nodes below are replaced by
+        repetitions of their root."""
+        if min(levels) >= self.max_depth:
+            return self
+        deepest = torch.tensor(levels, device=self.tokens.device)[:, None]
+        out = self.depths > deepest
         own = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         alone = torch.eye(len(own), dtype=torch.bool, device=own.device)
         return replace(
             self, tokens=torch.where(out, self.tokens[:, :1], self.tokens), parents=torch.where(out, own, self.parents),
             depths=self.depths.masked_fill(out, 0), ancestors=torch.where(out[..., None], alone, self.ancestors),
-            draft_rows=self.draft_rows.masked_fill(out, -1), scores=self.scores.masked_fill(out, 0.0))
+            draft_rows=self.draft_rows.masked_fill(self.depths >= deepest, -1),
+            scores=self.scores.masked_fill(out, 0.0))
 
 
 def ancestors_of(

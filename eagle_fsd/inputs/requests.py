@@ -298,13 +298,11 @@ def check_tokens(name: str, tokens: Iterable[int] | None, model: EagleModel) -> 
 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
-    """`max_new_tokens`, or the number of positions after the prompt if that is smaller."""
+    """`max_new_tokens`, or the number of tokens that the text can still have if that is smaller."""
     require_integer("max_new_tokens", max_new_tokens, 1)
-    limit = model.target.position_limit(prompt_length)
+    limit = model.target.text_limit(prompt_length)
     if limit is None:
         return max_new_tokens
-    if limit != model.target.max_positions:  # a short text of a long RoPE may end with a token that is never processed
-        limit += 1
     if prompt_length >= limit:
         raise ValueError(f"the prompt has {prompt_length} tokens, the target takes at most {limit - 1} and one new one")
     if prompt_length + max_new_tokens > limit:

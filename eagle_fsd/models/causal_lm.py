@@ -27,6 +27,9 @@ from .masks import MaskedLayers, causal_ancestors
 log = logging.getLogger(__name__)
 
 PREFILL = {"cpu": 256, "cuda": 2048}  # positions of a prompt per forward, which bounds the activations' memory
+# Where a text becomes long for their longrope, `model.generate` processes all of it again, so that all of its keys are
+# those of a long text. For other types it mixes keys of both kinds, or (Phi-4 multimodal) loses the text.
+REREADING = {"phi3", "phimoe"}
 
 
 class Forward:
@@ -298,6 +301,17 @@ class CausalLM:
         """
         short = self.short_limit is not None and length <= self.short_limit
         return self.short_limit if short else self.max_positions
+
+    def text_limit(self, length: int) -> int | None:
+        """The number of tokens of the longest text that begins with a prompt of this length; None: no limit.
+
+        A short text may end with a token that is never processed. In families that process a text again where it
+        becomes long (`REREADING`), it grows further.
+        """
+        limit = self.position_limit(length)
+        if limit == self.max_positions or self.config.model_type in REREADING:
+            return self.max_positions
+        return limit + 1
 
     def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
         """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
