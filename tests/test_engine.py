@@ -813,7 +813,7 @@ def test_a_ticket_that_nobody_holds_is_cancelled():
 
 def test_an_engine_without_a_drafter_has_room_for_its_tree_of_copies(monkeypatch):
     chain = SameCopies([(7 * number) % VOCAB for number in range(99)]).chain
-    monkeypatch.setattr(TextSource, "propose", lambda self, forced=None, room=0: chain)
+    monkeypatch.setattr(TextSource, "propose", lambda self, forced=None, left=0: chain)
     model = eagle_fsd.EagleModel.from_parts(tiny_target(max_position_embeddings=512), None, tiny_tokenizer())
     expected = eagle_fsd.generate(PROMPT, model, max_new_tokens=200, speculative=False).token_ids
     with eagle_fsd.Engine(model, tree=eagle_fsd.TreeConfig(100, 99, 1), max_rows=1) as engine:

@@ -255,7 +255,7 @@ class Loop:
             request = self.queue.popleft()
         ticket, together = self.live[request](), [*self.requests, request]
         if ticket is not None and not request.receipts:
-            ticket.begin()
+            ticket.leave_queue()
         try:
             self._make_room(together)
             plan = self.batch.drafting.choose(together)
@@ -438,7 +438,7 @@ class Prefixes:
         """
         (request,) = alone.requests
         # As keys of weights never return, those of old weights are of no use any more.
-        self.parked = [row for row in self.parked if row.weights == request.weights]
+        self.parked = [row for row in self.parked if row.weights_key == request.weights_key]
         rows = [*map(running.row, range(len(running.requests))), *self.parked]
         best = max(rows, key=lambda row: row.shared(request)[0], default=None)
         if best is None or not best.shared(request)[0]:

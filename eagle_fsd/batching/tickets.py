@@ -125,7 +125,7 @@ class Ticket:
 
     # For the engine ---------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def leave_queue(self) -> None:
         """The prefill starts."""
         self.queued_seconds = self._seconds()
 

@@ -41,7 +41,7 @@ class Row:
     Args:
         tokens: of the text. caches: of the target, and of the drafter if there is one. number: its row in them.
         features: the target's features [T, F], in parts, that the drafter has not processed.
-        weights: `weights_key` of both models when the text began.
+        weights_key: of both models when the text began.
     """
 
     target: TargetModel
@@ -50,7 +50,7 @@ class Row:
     caches: list[TreeCache]
     number: int
     features: list[Tensor]
-    weights: tuple
+    weights_key: tuple
 
     @property
     def cached(self) -> list[int]:
@@ -71,7 +71,7 @@ class Row:
         the last cycle of the earlier request), the target processes the position once more.
         """
         limit = self.target.position_limit
-        if self.weights != request.weights or limit(len(self.cached)) != limit(len(request.tokens)):
+        if self.weights_key != request.weights_key or limit(len(self.cached)) != limit(len(request.tokens)):
             return 0, []
         kept = shared_prefix(self.cached, request.tokens[:-1])  # the last token needs logits
         if self.drafter is None or not self.drafter.reads_features:
@@ -134,9 +134,9 @@ class Batch:
         self.reads_features = drafter is not None and drafter.reads_features
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
-        weights = weights_key(target, drafter) if self.requests else None
+        key = weights_key(target, drafter) if self.requests else None
         for request in self.requests:
-            request.begin(target, weights)
+            request.begin(target, key)
         drafting.resize(self.requests)
         self._longest: int | None = None  # text, once all have ended; None: the caller makes room
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
@@ -156,7 +156,7 @@ class Batch:
         if parked is not None:
             if (parked.target, parked.drafter) != (self.target, self.drafter):
                 raise ValueError("the session belongs to another model: use one Session per model")
-            if parked.weights == self.requests[0].weights:  # else the model may have other layers
+            if parked.weights_key == self.requests[0].weights_key:  # else the model may have other layers
                 kept, self.features[0] = parked.shared(self.requests[0])
                 for cache in parked.caches:
                     cache.truncate(kept)
@@ -185,7 +185,7 @@ class Batch:
         """A row as it is. It changes with the batch, unless it is copied."""
         request = self.requests[number]
         return Row(self.target, self.drafter, request.tokens, self.caches, number, self.features[number],
-                   request.weights)
+                   request.weights_key)
 
     def adopt(self, row: Row) -> None:
         """Copy what another row shares with the prompt of this batch's only request, which has not begun."""
@@ -275,7 +275,7 @@ class Batch:
 
     # The target and the drafter -----------------------------------------------------------------------------------
 
-    def read_prompt(self, number: int, most: int | None = None) -> Tensor:
+    def process_prompt(self, number: int, most: int | None = None) -> Tensor:
         """The target processes the prompt tokens that are not cached, at most this many. Returns their features
         [tokens, F]."""
         with self.cache.one_row(number):

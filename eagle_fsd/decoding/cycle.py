@@ -39,7 +39,7 @@ def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]
         Receipts of the new tokens of the answer.
     """
     request = batch.requests[number]
-    features = batch.read_prompt(number, most)  # [tokens, F]
+    features = batch.process_prompt(number, most)  # [tokens, F]
     if not request.receipts:
         request.stats.prefill_tokens += len(features)
     emission = None
@@ -228,7 +228,7 @@ def emission_of(steps: Sequence[Step], origins: Sequence[str | None], request: R
     receipts = [
         Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
                 None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                request.exact_because or ("budget" if step.closed else None), drafter,
+                request.stats.exact_because or ("budget" if step.closed else None), drafter,
                 (step.top or ())[: request.options.top_logprobs])
         for step, drafter in zip(steps, [*by, None], strict=True)
     ]

@@ -39,7 +39,7 @@ class Emission(NamedTuple):
         return [receipt.token for receipt in self.receipts]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """A prompt with its options, what these come to for the prompt and the model, and the state of the answer.
 
@@ -63,11 +63,9 @@ class Request:
         rule: that of the options, unless nothing is drafted.
         tokens: the text: prompt and all emitted tokens, like the caches also those after the end of the answer. While
             decoding, the last one is the root.
-        weights: `weights_key` of both models when it began.
+        weights_key: of both models when it began, see `drafter.weights_key`.
         receipts: of the answer's tokens.
         reason: why the answer ended, possibly "error" or "cancelled"; None: it has not.
-        exact_because: why the rule no longer applies: "budget" or "repetition".
-        spent: regret of the answer's fuzzy tokens, in nats.
         inside_marks: whether the rule decides the next token.
     """
 
@@ -91,17 +89,15 @@ class Request:
     def __post_init__(self) -> None:
         self.rule: Rule = self.options.rule if self.options.speculative else EXACT
         self.tokens = list(self.prompt)
-        self.weights: tuple | None = None
+        self.weights_key: tuple | None = None
         self.receipts: list[Receipt] = []
         self.reason: str | None = None
         self.error: BaseException | None = None
-        self.stats = Stats()
-        self.exact_because: str | None = None
-        self.spent = 0.0
+        self.stats = Stats(budget_spent=None if self.options.budget is None else 0.0)
         self.inside_marks = self.marks is None
         self._started: float | None = None  # seconds of a clock
         self._stopped: list[bool] = []  # whether a stop string or criterion is met after each token, see `_stops_at`
-        self._text: Tensor | None = None  # [1, padding, prompt and room for the answer], for criteria
+        self._ids: Tensor | None = None  # [1, padding, prompt and the longest answer], for criteria
         self._pass_marks(self.prompt)
         if self.options.budget == 0 and not self.lossless:
             self._use_exact("budget", 0)
@@ -116,20 +112,16 @@ class Request:
         """Whether the target alone would generate the same text."""
         return self.rule.is_lossless(self.options.greedy)
 
-    def begin(self, target: TargetModel, weights: tuple) -> None:
-        """Start the clock and allocate, right before the prefill. Only the first call does.
-
-        Args:
-            weights: `weights_key` of both models.
-        """
-        self.weights = weights
+    def begin(self, target: TargetModel, weights_key: tuple) -> None:
+        """Start the clock and allocate, right before the prefill. Only the first call does."""
+        self.weights_key = weights_key
         if self._started is not None:  # the text has become long, and is processed again
             return
         self._started = time.perf_counter()
         self.stats.computed_by = target.computed_by
         if self.criteria:
-            text = [*self.padding, *self.prompt, *[0] * self.max_new_tokens]
-            self._text = torch.tensor([text], device=target.device)
+            ids = [*self.padding, *self.prompt, *[0] * self.max_new_tokens]
+            self._ids = torch.tensor([ids], device=target.device)
 
     # For a cycle ------------------------------------------------------------------------------------------------
 
@@ -142,9 +134,10 @@ class Request:
         """The rule of the next cycle: `exact` once the budget is spent or the text repeats itself."""
         if self.lossless:
             return EXACT
-        if self.exact_because is None and self.options.budget is not None and repeats(self.tokens[len(self.prompt) :]):
+        if self.options.budget is not None and self.stats.exact_because is None and repeats(
+                self.tokens[len(self.prompt) :]):
             self._use_exact("repetition", len(self.receipts))
-        return EXACT if self.exact_because else self.rule
+        return EXACT if self.stats.exact_because else self.rule
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
@@ -156,7 +149,7 @@ class Request:
     @property
     def remaining_budget(self) -> float:
         """In nats."""
-        return math.inf if self.options.budget is None else max(0.0, self.options.budget - self.spent)
+        return math.inf if self.options.budget is None else max(0.0, self.options.budget - self.stats.budget_spent)
 
     @property
     def copying(self) -> bool:
@@ -232,9 +225,10 @@ class Request:
             if (reason := self._reason_after(receipt.token)) is not None:
                 self.finish(reason)
         added = self.receipts[before:]
-        self.spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
+        if self.options.budget is not None:
+            self.stats.budget_spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
         rejected = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
-        if rejected is not None and self.exact_because is None:
+        if rejected is not None and self.stats.exact_because is None:
             self._use_exact("budget", rejected)
 
     def _reason_after(self, token: int) -> str | None:
@@ -270,9 +264,9 @@ class Request:
         if not self.criteria:
             return False
         end = len(self.padding) + len(self.prompt) + count
-        self._text[0, end - 1] = token
+        self._ids[0, end - 1] = token
         for criterion in self.criteria:
-            met = criterion(self._text[:, :end], None)
+            met = criterion(self._ids[:, :end], None)
             if not (isinstance(met, bool) or isinstance(met, Tensor) and met.numel() == 1):
                 raise TypeError(f"a stopping criterion must return a bool or a tensor of one, got {met!r}")
             if met:
@@ -288,7 +282,6 @@ class Request:
 
     def _use_exact(self, why: str, at: int) -> None:
         """Use the exact rule from now on, that is after `at` new tokens."""
-        self.exact_because = why
         self.stats.exact_from, self.stats.exact_because = at, why
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
@@ -302,7 +295,6 @@ class Request:
     def output(self) -> Output:
         """The result, once the answer has ended."""
         assert self.reason is not None
-        self.stats.budget_spent = None if self.options.budget is None else self.spent
         return Output(self.answer, self.reason, self.seed, self.stats, self.receipts,
                       generation_config=self.followed)
 

@@ -179,7 +179,7 @@ class SameCopies(TextSource):
         self.chain = Copies(list(chain), [number - 1 for number in numbers], [0.0] * len(chain), [1] * len(chain),
                             [0] * len(chain))
 
-    def propose(self, forced: Copies | None = None, room: int = 0) -> Copies:
+    def propose(self, forced: Copies | None = None, left: int = 0) -> Copies:
         return self.chain
 
 

@@ -182,12 +182,12 @@ class TextSource:
         self.index.extend(tokens)
         self.proposed: Copies | None = None  # in this cycle
 
-    def propose(self, forced: Copies | None = None, room: int = 256) -> Copies | None:
+    def propose(self, forced: Copies | None = None, left: int = 256) -> Copies | None:
         """Copies that may follow the text; None if nothing is likely enough.
 
         Args:
             forced: tokens that a grammar forces; the copies are added to them.
-            room: tokens left until the answer's limit, not counting the target's own one.
+            left: tokens left until the answer's limit, not counting the target's own one.
         """
         text, most = self.index.tokens, self.config.places
         matches = [(matched, place, index) for index in (self.index, *self.others)
@@ -198,7 +198,7 @@ class TextSource:
         counts = dict.fromkeys(copies.parents, 1)  # children by node
         for matched, place, index in matches[:most]:
             node, score = -1, 0.0
-            for ahead, token in enumerate(index.continuation(place, min(self.config.longest, room))):
+            for ahead, token in enumerate(index.continuation(place, min(self.config.longest, left))):
                 child = children.get((node, token))
                 if child is None:
                     rank, reached = counts.get(node, 0), min(matched + ahead, LONGEST_MATCH)
