@@ -36,7 +36,7 @@ def given(rows: int, length: int, target):
     """Tokens [rows, length], of which the first ones are not learned, and the target's features."""
     tokens = torch.randint(3, 32, (rows, length), generator=torch.Generator().manual_seed(0))
     learned = torch.arange(length) >= torch.tensor([[2], [5], [7]])[:rows]
-    return target.decoder(tokens).last_hidden_state.detach(), tokens, learned
+    return target.current.decoder(tokens).last_hidden_state.detach(), tokens, learned
 
 
 def drawn(seed: int):

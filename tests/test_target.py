@@ -59,4 +59,4 @@ def test_the_last_layers_output_is_what_enters_the_norm(family):
     target.layers = (0, count)
     features = target.features(torch.tensor([PROMPT]), use_cache=False)
     output, last = features[..., -2 * target.hidden_size :].chunk(2, -1)
-    torch.testing.assert_close(find_norm(target.decoder, target.decoder_layers)(output), last)
+    torch.testing.assert_close(find_norm(target.current.decoder, target.decoder_layers)(output), last)

@@ -386,7 +386,7 @@ def train_sharded() -> None:
         fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
     tokens = torch.randint(3, 32, (1, 12), generator=torch.Generator().manual_seed(rank))
-    features, values = model.target.decoder(tokens).last_hidden_state.detach(), []
+    features, values = model.target.current.decoder(tokens).last_hidden_state.detach(), []
     for _ in range(10):
         values.append(loss(features, tokens, tokens > 0)[0])
         values[-1].backward()

@@ -24,7 +24,7 @@ from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Drafting, Pause, Plan, Sizing
 from ..heads.eagle import DraftHead
 from ..models.causal_lm import read_structure
-from ..models.check import remember_check
+from ..models.check import PASSED
 from ..models.digest import weights_digest
 from ..models.linear import PackedLinear, check_quantization, packed_form
 from ..models.memory import trim
@@ -273,7 +273,7 @@ def check_once(target: PreTrainedModel, *, fused: bool) -> None:
              transformers.__version__)
     reason = remembered("checked", facts, lambda: TargetModel(target, fused=fused).stock_reason,
                         lambda reason: reason is None or isinstance(reason, str))
-    remember_check(target, fused, read_structure(target), reason)
+    PASSED[target] = {(fused, read_structure(target)): reason}
 
 
 def parameter_count(module: torch.nn.Module) -> int:

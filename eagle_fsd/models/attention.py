@@ -258,20 +258,15 @@ class InvariantAttention:
             whole = isinstance(nodes, slice)  # indexing, even by slices, takes as long as a small operation
             part, own, own_lse = (grouped, out, lse) if whole else (
                 states[rows, :, :, nodes] for states in (grouped, out, lse))
-            first, first_lse = attend_with_lse(
-                padded(part.flatten(2, 3), self.ROWS), keys[rows, :, :end], values[rows, :, :end], None, scale)
-            count = self.groups * part.shape[3]
+            count, padded = self.groups * part.shape[3], part.flatten(2, 3)
+            if count % self.ROWS:
+                padded = nn.functional.pad(padded, (0, 0, 0, -count % self.ROWS))
+            first, first_lse = attend_with_lse(padded, keys[rows, :, :end], values[rows, :, :end], None, scale)
             first, first_lse = first[:, :, :count].view(part.shape), first_lse[:, :, :count].view(part.shape[:-1])
             own.lerp_(first.double(), (first_lse - own_lse).sigmoid_()[..., None])
             if not whole:
                 out[rows, :, :, nodes] = own
         return out.permute(0, 3, 1, 2, 4).to(queries.dtype).reshape(*queries.shape[:2], -1)
-
-
-def padded(rows: Tensor, multiple: int) -> Tensor:  # [B, K, R, S] -> [B, K, R', S]
-    """The rows, and zeros up to a multiple of a number."""
-    missing = -rows.shape[2] % multiple
-    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], missing, rows.shape[3])], 2) if missing else rows
 
 
 def attend_with_lse(

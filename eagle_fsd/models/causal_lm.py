@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..utils.locks import Lock
 from .attention import turn_off_cudnn
 from .cache import BucketCache, TreeCache, cache_name
-from .check import TreeCheck, check_config, remember_check, remembered_checks
+from .check import PASSED, STRUCTURES, TreeCheck, check_config
 from .digest import weights_digest
 from .fused import FusedDecoder, FusedLayer, Unsupported, version_of
 from .hooks import recorded_inputs, structure_of
@@ -51,7 +51,7 @@ class Forward:
         self, model: PreTrainedModel, structure: tuple, stock_reason: str | None, *, batch_invariant: bool = False
     ) -> None:
         self.model, self.structure, self.stock_reason = model, structure, stock_reason
-        self.config = config = text_config(model)
+        self.config = config = model.config.get_text_config(decoder=True)
         decoder = model.get_decoder()
         self.decoder: nn.Module = getattr(model, "model", decoder) if decoder is model else decoder  # Llama-4: itself
         self.layers = find_layers(self.decoder, config, type(model).__name__)
@@ -124,7 +124,7 @@ class CausalLM:
 
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
         self.model = model.eval()
-        self.config = config = text_config(model)
+        self.config = config = model.config.get_text_config(decoder=True)
         check_config(model, config)
         self.hidden_size: int = config.hidden_size
         # Granite divides its logits, Cohere multiplies them, Gemma-2 caps them, all before the sampling temperature.
@@ -132,9 +132,8 @@ class CausalLM:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         rope = getattr(config, "rope_parameters", None) or {}
-        self.short_limit: int | None = (
-            rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
-        )
+        is_long = rope.get("rope_type") == "longrope"
+        self.short_limit: int | None = rope["original_max_position_embeddings"] if is_long else None
         # In these types, keys depend on the last position of the forward.
         self.splits_prefill: bool = rope.get("rope_type") not in ("longrope", "dynamic")
         self.positions_from_cache = counts_positions(config)
@@ -159,7 +158,7 @@ class CausalLM:
     def _read(self, check: bool) -> Forward:
         """The forward of the model as it is, by `FusedDecoder` if that is wanted and computes the same."""
         model, structure, wanted = self.model, read_structure(self.model), self.wants_fused
-        passed = remembered_checks(model) if check else {}
+        passed = PASSED.get(model, {}) if check else {}
         reason, tree_check = None if wanted else "it was not requested", None
         if (wanted, structure) in passed:
             reason = passed[wanted, structure]
@@ -184,7 +183,7 @@ class CausalLM:
                     "state) with a scale and a softcap, and depend on no more than the positions and keys that a tree "
                     "mask shows") from error
         if check:
-            remember_check(model, wanted, structure, reason)
+            PASSED[model] = dict([*passed.items(), ((wanted, structure), reason)][-STRUCTURES:])
         return forward
 
     def _compare(self, tree_check: TreeCheck | None, forward: Forward) -> None:
@@ -214,10 +213,6 @@ class CausalLM:
             self.model.set_attn_implementation(before)
             model = type(self.model).__name__
             raise ValueError(f"{model} keeps attention {before}, because {implementation} fails: {error}") from error
-
-    @property
-    def decoder(self) -> nn.Module:
-        return self.current.decoder
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
@@ -379,13 +374,8 @@ def output_logits(
 
 def read_structure(model: PreTrainedModel) -> tuple:
     """The attention, the size of the vocabulary, and `structure_of` the model, whose modules it does not keep alive."""
-    return text_config(model)._attn_implementation, vocab_size_of(model), *(
+    return model.config.get_text_config(decoder=True)._attn_implementation, vocab_size_of(model), *(
         weakref.ref(part) if isinstance(part, nn.Module) else part for part in structure_of(model))
-
-
-def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the language model."""
-    return model.config.get_text_config(decoder=True)
 
 
 def counts_positions(config: PreTrainedConfig) -> bool:
@@ -396,9 +386,8 @@ def counts_positions(config: PreTrainedConfig) -> bool:
 
 def vocab_size_of(model: PreTrainedModel) -> int:
     """V."""
-    lm_head = model.get_output_embeddings()
-    out_features = getattr(lm_head, "out_features", None)  # a quantised weight can have another shape
-    return out_features or lm_head.weight.shape[0]
+    lm_head = model.get_output_embeddings()  # a quantised weight can have another shape
+    return getattr(lm_head, "out_features", None) or lm_head.weight.shape[0]
 
 
 def computed_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -30,27 +30,9 @@ TREE_PATHS = [0, 1, 3, 4], [0, 2]
 TEXT_LENGTHS = 9, 5  # tokens before the tree, in each row
 STRUCTURES = 4  # of each model that are remembered as checked
 
-# For each model, by `fused` and structure, with which it has passed the check: why the fused decoder does not serve it,
-# or None if it does.
-_passed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = weakref.WeakKeyDictionary()
-
-
-def remember_check(
-    model: PreTrainedModel,
-    fused: bool,  # whether `FusedDecoder` was asked for
-    structure: tuple,  # see `forward.read_structure`
-    reason: str | None,
-) -> None:
-    """Remember that the model has passed the check, and why the fused decoder does not serve it; None: it does."""
-    passed = _passed.setdefault(model, {})
-    for oldest in [*passed][: 1 - STRUCTURES]:
-        passed.pop(oldest, None)
-    passed[fused, structure] = reason
-
-
-def remembered_checks(model: PreTrainedModel) -> dict[tuple, str | None]:
-    """The reasons of `remember_check`, by (fused, structure)."""
-    return _passed.get(model, {})
+# For each model that has passed the check, by whether `FusedDecoder` was asked for and `causal_lm.read_structure`: why
+# the fused decoder does not serve it, or None if it does. Threads share these dictionaries: none changes.
+PASSED: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = weakref.WeakKeyDictionary()
 
 
 def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -5,6 +5,7 @@ M rows, K inputs of a layer, N outputs. Layers with the same input are stacked i
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -221,9 +222,7 @@ class PackedLinear(nn.Linear):
         return self.packed(input)[..., self.rows].to(input.dtype)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
+        self.stock()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn, recurse: bool = True) -> PackedLinear:
         moved = fn(torch.empty(0, dtype=self.dtype))
@@ -232,19 +231,14 @@ class PackedLinear(nn.Linear):
                              f"to use {moved.dtype} on {moved.device}")
         return self
 
-    def stock(self) -> nn.Linear:
+    def stock(self, memo: dict | None = None) -> nn.Linear:
         """A stock layer with the same weight."""
         return linear_of(self.weight.clone(), None if self.bias is None else self.bias.clone())
 
-    def __deepcopy__(self, memo: dict) -> nn.Linear:
-        return self.stock()
+    __deepcopy__ = stock
 
     def __reduce__(self) -> tuple:
-        return _unpickle, (self.stock(),)
-
-
-def _unpickle(layer: nn.Linear) -> nn.Linear:
-    return layer
+        return copy.copy, (self.stock(),)  # unpickled, it is the stock layer
 
 
 def linear_of(
@@ -298,9 +292,9 @@ class Joined:
 
     def _packed(self, layers: Sequence[nn.Module]) -> Form | None:
         """The packed weight of which these layers are the whole; None: there is none."""
-        forms = [layer.packed if type(layer) is PackedLinear else None for layer in layers]
-        alike = all(form is forms[0] for form in forms)
-        return forms[0] if alike and forms[0] is not None and forms[0].outputs == self.outputs else None
+        whole = {layer.packed if type(layer) is PackedLinear else None for layer in layers}
+        form = whole.pop()
+        return form if not whole and form is not None and form.outputs == self.outputs else None
 
     def __getstate__(self) -> dict:
         return vars(self) | {"decided": ([], None)}  # a copy has layers of its own, which are not packed
@@ -318,15 +312,14 @@ class Joined:
             self.stack()
             return
         forms = {choose_form(layer.weight, quantization, dtype) if _is_plain(layer) else None for layer in layers}
-        if len(forms) > 1:
+        form = forms.pop()
+        if forms:
             for place in self.places:
                 Joined(place).pack(quantization, dtype)
             return
-        form = forms.pop()
         if form is None:
             return
-        biases = [layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
-                  for layer in layers]
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
         bias = None if all(layer.bias is None for layer in layers) else torch.cat(biases).detach()
         weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
         packed, start = form(weight.detach(), bias, dtype), 0

@@ -24,19 +24,12 @@ def attention_kinds(config: PreTrainedConfig) -> set[str]:
 
 @dataclass(frozen=True)
 class MaskedLayers:
-    """The attention types of a model's layers, from its config, and their masks.
+    """The attention types of a model's layers, from its config, and their masks."""
 
-    Args:
-        kinds: attention type of each layer.
-        by_type: whether the model accepts one mask per type (models with layer_types) or one mask for all layers
-            (Llama, Mistral, Mixtral).
-        window: of the sliding layers, in tokens. chunk: of the chunked layers, in tokens.
-    """
-
-    kinds: Sequence[str]
-    by_type: bool
-    window: int | None
-    chunk: int | None
+    kinds: Sequence[str]  # of each layer
+    by_type: bool  # the model accepts one mask per type (models with layer_types), not one for all layers (Llama)
+    window: int | None  # of the sliding layers, in tokens
+    chunk: int | None  # of the chunked layers, in tokens
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> MaskedLayers:
@@ -60,20 +53,17 @@ class MaskedLayers:
         For "split", a mask has the columns of `ancestors` only, and `text_lengths` [B] are the keys before these.
         Layers whose reach ends within the text, and all other implementations, get a mask of all keys.
         """
-        masks = {}
-        for kind in dict.fromkeys(self.kinds):
+        (batch, nodes, last), split = ancestors.shape, implementation == SPLIT
+
+        def mask_of(kind: str) -> Tensor:
             reach = {SLIDING: self.window, CHUNKED: self.chunk}.get(kind)
             narrow = reach is not None and keys > reach
-            if implementation == SPLIT and not narrow:
-                masks[kind] = additive(ancestors, dtype)
-                continue
-            visible = visible_keys(ancestors, start, keys)
-            masks[kind] = additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
-        options: dict[str, object] = {"attention_mask": masks if self.by_type else masks[self.kinds[0]]}
-        if implementation == SPLIT:
-            batch, nodes, last = ancestors.shape
-            options["text_lengths"] = ancestors.new_zeros(batch, dtype=torch.long) + start + nodes - last
-        return options
+            visible = ancestors if split and not narrow else visible_keys(ancestors, start, keys)
+            return additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
+
+        mask = {kind: mask_of(kind) for kind in set(self.kinds)} if self.by_type else mask_of(self.kinds[0])
+        lengths = {"text_lengths": ancestors.new_zeros(batch, dtype=torch.long) + start + nodes - last} if split else {}
+        return {"attention_mask": mask, **lengths}
 
 
 def visible_keys(
@@ -130,9 +120,7 @@ def additive(
     visible: Tensor,  # [B, N, keys] bool
     dtype: torch.dtype,
 ) -> Tensor:  # [B, 1, N, keys]
-    """The mask to add to attention scores: 0 for visible keys, the lowest finite number for others.
-
-    Both stock implementations accept an additive mask, and neither has to convert it in every layer.
-    """
+    """The mask to add to attention scores: 0 for visible keys, the lowest finite number for others. Both stock
+    implementations accept it, and neither has to convert it in every layer."""
     mask = torch.zeros_like(visible[:, None], dtype=dtype)
     return mask.masked_fill_(~visible[:, None], torch.finfo(dtype).min)

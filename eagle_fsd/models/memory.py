@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 MADV_DONTNEED = 4
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class MappedFiles:
@@ -21,13 +23,10 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
-        self.libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        if self.libc is not None:
-            with open("/proc/self/maps", encoding="utf-8") as maps:
-                for line in maps:
-                    if line.rstrip().endswith(".safetensors"):
-                        start, end = line.split(maxsplit=1)[0].split("-")
-                        self.ranges.append((int(start, 16), int(end, 16)))
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if LIBC is not None else ():
+            if line.endswith(".safetensors"):
+                start, end = line.split(maxsplit=1)[0].split("-")
+                self.ranges.append((int(start, 16), int(end, 16)))
 
     def contains(self, weight: Tensor) -> bool:
         start = weight.data_ptr()
@@ -35,12 +34,10 @@ class MappedFiles:
 
     def release(self, weight: Tensor) -> None:
         """Release the whole pages of a weight in such a file; the system reads them again on the next access."""
-        if self.contains(weight):
-            page = mmap.PAGESIZE
-            start = -(-weight.data_ptr() // page) * page
-            end = (weight.data_ptr() + weight.nbytes) // page * page
-            if end > start:
-                self.libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED)
+        first, page = weight.data_ptr(), mmap.PAGESIZE
+        start, end = -(-first // page) * page, (first + weight.nbytes) // page * page
+        if end > start and self.contains(weight):
+            LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED)
 
 
 @torch.no_grad()
@@ -63,6 +60,5 @@ def copy_from_files(
 
 def trim() -> None:
     """Return freed memory from the C library to the system, where the library can do so."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
