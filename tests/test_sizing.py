@@ -37,7 +37,7 @@ from eagle_fsd.drafting.sizing import Drafting, Latency, Pause, Plan, Prices, Si
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
-from eagle_fsd.models.kernels import processor_name
+from eagle_fsd.utils.version import processor_name
 
 CHEAP = Latency({1: 1.0, 64: 1.3}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
 STEEP = Latency({1: 1.0, 4: 1.0, 5: 1.5, 64: 9.0}, {k: 0.05 for k in (1, 2, 3, 4)}, 1.0)

@@ -22,11 +22,10 @@ from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting, Latency, Plan, Prices
 from ..models.digest import config_digest
-from ..models.kernels import processor_name
 from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
-from ..utils.version import code_version
+from ..utils.version import code_version, processor_name
 from . import cycle
 from .batch import Batch
 from .request import Request

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..data.files import json_digest
-from ..models.kernels import processor_name
-from ..utils.version import CHANGES, ROOT, commit
+from ..utils.version import CHANGES, ROOT, commit, processor_name
 
 log = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ def split_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H]
-    text_lengths: Tensor | None = None,  # [B]
+    text_lengths: Tensor | None = None,  # [B] int32
     **options: object,
 ) -> tuple[Tensor, None]:  # [B, N, H, W]
     """A tree's attention by `text_and_tree`; without a tree, or with a mask of all keys, `grouped_attention`.
@@ -305,7 +305,7 @@ def tree_attention(
     dtype: torch.dtype,
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """`attention_over` for texts whose lengths are a tensor, by `text_and_tree`."""
-    mask = additive(ancestors, dtype)
+    mask, lengths = additive(ancestors, dtype), lengths.int()
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         return _by_position(text_and_tree(queries.transpose(1, 2), keys, values, mask, lengths, scale)).flatten(2)
@@ -318,7 +318,7 @@ def text_and_tree(
     key: Tensor,  # [B, K, keys, D]
     value: Tensor,  # [B, K, keys, W]
     mask: Tensor,  # [B, 1, N, M], additive, of the M keys after each row's text
-    lengths: Tensor,  # [B], of the texts
+    lengths: Tensor,  # [B] int32, of the texts
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [H]
@@ -334,7 +334,7 @@ def text_and_tree(
         raise ValueError(f"no installed flash-attn supports {query.dtype} and heads of size {query.shape[-1]} on "
                          f"{query.device}")
     out, lse, *_ = flash(  # [B, N, H, W], [B, H, N]
-        *(states.transpose(1, 2) for states in (query, key, value)), cache_seqlens=lengths.int(), softmax_scale=scale,
+        *(states.transpose(1, 2) for states in (query, key, value)), cache_seqlens=lengths, softmax_scale=scale,
         softcap=softcap or 0.0, return_softmax_lse=True)
     heads = key.shape[1], query.shape[1] // key.shape[1]
     row, slots = rows_and_slots(lengths, mask.shape[-1])

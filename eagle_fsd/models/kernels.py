@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import platform
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from threading import Lock
 
 import torch
 from torch import Tensor
 
 from ..data.files import remembered
-from ..utils.openmp import WAIT_POLICIES
+from ..utils.version import processor_name
 
 ZERO = 128  # of rows as unsigned numbers
 CYCLE_ROWS, PROMPT_ROWS = (1, 4, 8, 16), (32, 128, 512)
@@ -151,14 +148,3 @@ def shares_of(outputs: int, inputs: int) -> Callable[[int, int], float]:
         return own / theirs
 
     return share
-
-
-@functools.lru_cache(maxsize=1)
-def processor_name() -> str:
-    """The name of the processor, from the system, and what the environment sets of its instructions and waits."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    settings = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", *WAIT_POLICIES)}
-    return ", ".join([next(names, platform.processor() or platform.machine()),
-                      *(f"{name}={value}" for name, value in settings.items() if value not in (None, "DEFAULT"))])

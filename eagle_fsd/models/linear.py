@@ -282,7 +282,7 @@ class Joined:
     def __call__(self, rows: Tensor) -> Tensor:
         layers = self.layers
         decided_for, whole = self.decided
-        if layers != decided_for or type(whole) is Stacked and not whole.is_of(layers):
+        if layers != decided_for or type(whole) is Stacked and whole.places != _places(layers):
             whole = self._packed(layers)
             self.decided = layers, whole
         if whole is not None:
@@ -329,10 +329,8 @@ class Joined:
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Compute the layers as one kernel, see `Stacked`, if their weights have the same dtype and device.
-
-        The largest group of layers exists twice for a moment.
-        """
+        """Compute the layers as one kernel, see `Stacked`, if their weights have the same dtype and device. The largest
+        group of layers exists twice for a moment."""
         layers = self.layers
         kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
         if len(layers) > 1 and len(kinds) == 1:
@@ -341,20 +339,15 @@ class Joined:
 
 class Stacked:
     """The weights of stock layers as parts of one weight, and their biases: their parameters are views of it from now
-    on, so that memory has them once. The layers compute as before.
-    """
+    on, so that memory has them once. The layers compute as before."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.weight = _stacked([layer.weight for layer in layers])  # [N, K]
         self.bias = None if layers[0].bias is None else _stacked([layer.bias for layer in layers])  # [N]
-        self.places = _places(layers)
+        self.places = _places(layers)  # others: the weights were replaced, converted or moved
 
     def __call__(self, rows: Tensor) -> Tensor:
         return nn.functional.linear(rows, self.weight, self.bias)
-
-    def is_of(self, layers: Sequence[nn.Linear]) -> bool:
-        """Whether the layers still have these weights, and not others in their place, converted or moved ones."""
-        return _places(layers) == self.places
 
 
 def _places(layers: Sequence[nn.Linear]) -> list[int]:

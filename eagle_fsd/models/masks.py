@@ -62,8 +62,8 @@ class MaskedLayers:
             return additive(visible & in_reach(visible, kind, reach) if narrow else visible, dtype)
 
         mask = {kind: mask_of(kind) for kind in set(self.kinds)} if self.by_type else mask_of(self.kinds[0])
-        lengths = {"text_lengths": ancestors.new_zeros(batch, dtype=torch.long) + start + nodes - last} if split else {}
-        return {"attention_mask": mask, **lengths}
+        zeros = ancestors.new_zeros(batch, dtype=torch.int32)
+        return {"attention_mask": mask} | ({"text_lengths": (zeros + start + nodes - last).int()} if split else {})
 
 
 def visible_keys(

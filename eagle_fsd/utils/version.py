@@ -1,14 +1,17 @@
-"""Which code runs: the version and, in a checkout, the commit and the changes to it. Imports no torch."""
+"""Which code runs: the version and, in a checkout, the commit and the changes to it; and on which processor. Imports no
+torch."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import os
+import platform
 import subprocess
 from pathlib import Path
 
 from .. import __version__
+from .openmp import WAIT_POLICIES
 
 ROOT = Path(__file__).parents[2]
 CHANGES = "+changes-"  # between a commit and a digest of what was changed
@@ -39,3 +42,14 @@ def commit() -> str | None:
 def code_version() -> str:
     """Version and `commit` as one text, for keys of what depends on the code."""
     return __version__ if commit() is None else f"{__version__}, commit {commit()}"
+
+
+@functools.lru_cache(maxsize=1)
+def processor_name() -> str:
+    """The name of the processor, from the system, and what the environment sets of its instructions and waits."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    settings = {name: os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", *WAIT_POLICIES)}
+    return ", ".join([next(names, platform.processor() or platform.machine()),
+                      *(f"{name}={value}" for name, value in settings.items() if value not in (None, "DEFAULT"))])
