@@ -236,6 +236,14 @@ class TestKernels:
             assert kernels.fastest_kernel(1000, 1000) is kernels.FBGEMM and measured == [(1000, 1000)]
         kernels._fastest.cache_clear()
 
+    def test_an_older_torch_does_not_list_the_instructions(self, monkeypatch):
+        found = kernels.has_fbgemm()
+        for name in ("_is_avx512_supported", "_is_vnni_supported"):  # they have other ways to find out there
+            known = getattr(torch.cpu, name)()
+            monkeypatch.setattr(torch.cpu, name, lambda known=known: known)
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        assert kernels.has_fbgemm.__wrapped__() == found
+
     @pytest.mark.parametrize("damage", ["missing", "saturates", "no instructions"])
     def test_elsewhere_it_is_onednn(self, damage, monkeypatch):
         if damage == "missing":
@@ -244,7 +252,7 @@ class TestKernels:
             product = kernels.FBGEMM.__call__
             monkeypatch.setattr(kernels.FBGEMM, "__call__", lambda self, rows: product(self, rows) - 1)
         else:
-            monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+            monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
         found = kernels.has_fbgemm.__wrapped__()
         assert not found
         monkeypatch.setattr(kernels, "has_fbgemm", lambda: found)

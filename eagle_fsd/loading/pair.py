@@ -26,7 +26,7 @@ from ..heads.eagle import DraftHead
 from ..models.causal_lm import read_structure
 from ..models.check import PASSED
 from ..models.digest import weights_digest
-from ..models.linear import PackedLinear, check_quantization, packed_form
+from ..models.linear import check_quantization, packed_form, packed_layers
 from ..models.memory import trim
 from ..models.target import TargetModel
 from ..utils.locks import Lock
@@ -282,8 +282,8 @@ def parameter_count(module: torch.nn.Module) -> int:
     count = sum(parameter.numel() for parameter in module.parameters())
     tied = module.get_output_embeddings() if isinstance(module, PreTrainedModel) and getattr(
         module.config.get_text_config(), "tie_word_embeddings", False) else None
-    return count + sum(layer.out_features * (layer.in_features + layer.has_bias) for layer in module.modules()
-                       if isinstance(layer, PackedLinear) and layer is not tied)
+    return count + sum(layer.out_features * (layer.in_features + layer.has_bias) for layer in packed_layers(module)
+                       if layer is not tied)
 
 
 def described_size(module: torch.nn.Module) -> str:

@@ -82,7 +82,7 @@ def has_fbgemm() -> bool:
     With AVX2 it adds pairs of products in 16 bits, which is too few for large numbers. torch 2.13 warns that its
     quantised tensors will be removed.
     """
-    if not (torch.cpu._is_avx512_supported() and torch.cpu.get_capabilities().get("avx512_vnni")):
+    if not (torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()):
         return False
     numbers = torch.tensor([127, -127, 127, 1]).to(torch.int8).repeat_interleave(128)
     numbers = torch.stack([numbers, -numbers, numbers.flip(0), torch.full_like(numbers, 127)])

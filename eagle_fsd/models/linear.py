@@ -429,22 +429,25 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device(hook.execution_device) if weight.is_meta and hook is not None else weight.device
 
 
+def packed_layers(module: nn.Module) -> list[PackedLinear]:
+    return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+
+
 def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
-    names = {layer.packed.NAME for layer in module.modules() if isinstance(layer, PackedLinear)}
+    names = {layer.packed.NAME for layer in packed_layers(module)}
     return next((form.NAME for form in CLASSES.values() if form.NAME in names), max(names, default=None))
 
 
 def packed_kernels(module: nn.Module) -> list[str]:
     """The kernels of a module's int8 layers, by shape."""
-    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
-    return sorted({f"{layer.packed.product.NAME} {layer.packed.outputs} x {layer.in_features}" for layer in layers
-                   if isinstance(layer.packed, Int8)})
+    return sorted({f"{layer.packed.product.NAME} {layer.packed.outputs} x {layer.in_features}"
+                   for layer in packed_layers(module) if isinstance(layer.packed, Int8)})
 
 
 def is_int8(module: nn.Module) -> bool:
     """Whether layers of a module are packed as int8."""
-    return any(isinstance(layer, PackedLinear) and isinstance(layer.packed, Int8) for layer in module.modules())
+    return any(isinstance(layer.packed, Int8) for layer in packed_layers(module))
 
 
 def check_quantization(form: object) -> None:
