@@ -91,6 +91,7 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path, name):
         raise RuntimeError
     with only_writer(path):
         pass
+    assert not [each for each in tmp_path.rglob("*") if each.name.endswith(".writer.lock")]
 
 
 def test_a_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -189,6 +189,14 @@ def test_the_command(model, tmp_path, capsys, monkeypatch):
                              ("--questions", "questions.jsonl", "most likely to the target:  100.0%")):
         assert main([*command, flag, str(tmp_path / name)]) == 0
         assert said in (shown := capsys.readouterr().out) and "\n- " in shown, shown
+    learned = {"data": documents.digest(), "learned": 1}  # as training records it
+    (tmp_path / "head" / "evaluation.json").write_text(json.dumps(learned))
+    all_of_it = [*command, "--documents", "9", "--data", str(tmp_path / "data")]
+    assert main(all_of_it) == 0 and "4 in 1 documents" in capsys.readouterr().out  # the other one only
+    (tmp_path / "head" / "evaluation.json").write_text(json.dumps(learned | {"learned": 2}))
+    assert main(all_of_it) == 2 and "the head has learned all of" in capsys.readouterr().err
+    (tmp_path / "head" / "evaluation.json").write_text(json.dumps(learned | {"data": "another"}))
+    assert main(all_of_it) == 0 and "in 2 documents" in capsys.readouterr().out
     monkeypatch.setattr(diagnosis, "generate", None)
     for bad, said in ((["--documents", "0"], "--documents must be at least 1, got 0"),
                       ([], "pass either --data or --questions"), (["--data", "nowhere"], "nowhere is neither a file"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from served import here as serving
-from tiny import tiny_pair, tiny_tokenizer, tiny_trainable_pair
+from tiny import save_pair, tiny_pair, tiny_tokenizer, tiny_trainable_pair
 
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
@@ -347,6 +347,21 @@ def test_excluded_questions_leave_the_data_on_a_second_start(tmp_path, model):
     assert run(parse_options(Arguments, words))["bad_reasons"] == {}
     again = run(parse_options(Arguments, [*words, "--exclude", judged]))
     assert again["bad_reasons"] == {"shares words with --exclude": 1} and again["documents"] == 2
+
+
+def test_answers_without_an_end_are_counted_and_said(tmp_path, model, caplog):
+    """With their share and the option, again on a second start; and nothing stays but the dataset and its answers."""
+    save_pair(tmp_path, model)
+    asked = write(tmp_path / "asked.jsonl", [{"prompt": text} for text in ("hi", "b", "cd")])
+    made = Arguments(target=f"{tmp_path}/target", data=(asked,), out=tmp_path / "own" / "data", regenerate="greedy",
+                     max_new_tokens=4, max_length=40)
+    for _ in range(2):
+        caplog.clear()
+        summary = run(made)
+        assert summary["answers"] == 3 and 0 < summary["cut_off"] <= 3
+        assert f"{summary['cut_off']} of 3 answers were cut off at 4 tokens" in caplog.text
+        assert "--max-new-tokens sets the limit" in caplog.text
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {"data", "data.answers.jsonl"}
 
 
 @pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "org/data.v2"])

@@ -6,6 +6,7 @@ V = 32 vocabulary, D = 16 hidden size.
 import copy
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -144,7 +145,10 @@ def test_plain_decoding_is_compared_with_where_it_is_asked_for(place, monkeypatc
     assert TrainingConfig(output=place).decode_prompts == 0
     head = run(place, "not compared", steps=2, decode_prompts=0)
     card, found = (head / "README.md").read_text(), json.loads((head / "evaluation.json").read_text())
-    assert "| decoding |" not in card and f"| {found['tau']:.2f} |" in card and found.keys() == {"step", "tau"}
+    assert "| decoding |" not in card and f"| {found['tau']:.2f} |" in card and "tokens_per_second" not in found
+    assert re.search(r"2 steps of up to\n128 tokens in 0\.\d minutes on 56 documents", card)
+    documents = Documents.load(place / "data")
+    assert (found["data"], found["learned"]) == (documents.digest(), 56)  # for eagle-fsd heads check
 
 
 def test_prompts_are_cut_within_the_last_answers(place):
@@ -263,6 +267,9 @@ def test_interrupted_it_saves_and_resumes(place, whole, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run(place, "interrupted")
     assert (place / "interrupted" / "states" / "step-7" / "run.json").exists()
+    found = json.loads((place / "interrupted" / "head" / "evaluation.json").read_text())
+    assert (found["step"], found["tau"]) == (7, None)
+    assert_decodes_losslessly(place, place / "interrupted" / "head")
     run(place, "interrupted")
     assert_same_run(place / "interrupted", whole)
 
@@ -274,6 +281,7 @@ def test_an_evaluation_is_abandoned_when_the_run_is_to_stop(place, whole, monkey
         with pytest.raises(KeyboardInterrupt):
             run(place, output.name)
     assert not (output / "eval.jsonl").exists() and (output / "states" / "step-6").exists()
+    assert (output / "head" / "model.safetensors").exists()
     run(place, output.name)
     assert_same_run(output, whole)
     assert records(output, "eval") == records(whole, "eval")  # the abandoned one is made up for
@@ -331,7 +339,8 @@ def test_a_worse_head_does_not_replace_the_best(place, monkeypatch):
     monkeypatch.setattr(evaluation, "accepted_at", lambda *given: [])
     monkeypatch.setattr(evaluation, "tau_of", lambda outputs: next(taus) if not outputs else 1.0)
     run(place, "best", steps=8, eval_every=4)
-    assert json.loads((place / "best" / "best" / "evaluation.json").read_text()) == {"step": 4, "tau": 3.0}
+    found = json.loads((place / "best" / "best" / "evaluation.json").read_text())
+    assert (found["step"], found["tau"]) == (4, 3.0)
 
 
 def test_stored_features_and_accumulated_parts_give_the_same_curve(place, whole):
@@ -483,7 +492,12 @@ def test_learning_rate_rises_then_falls_to_zero(place):
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said(place, caplog):
     run(place, "warm", lr=1e-2, warmup=2000, steps=20, evaluate=False)
     rates = [record["lr"] for record in records(place / "warm")]
-    assert max(rates) == rates[2] == 1e-2 and "the warm-up of 2000 steps would take the whole run of 20" in caplog.text
+    assert max(rates) == rates[2] == 1e-2
+    assert "the warm-up of 2000 steps would take the whole run of 20" in caplog.text
+    assert "60 documents with" in caplog.text and "tokens to learn are few" in caplog.text
+    caplog.clear()
+    run(place, "warm", lr=1e-2, warmup=2000, steps=20, evaluate=False)  # again, with nothing left to do
+    assert "warm-up" not in caplog.text and "are few" not in caplog.text
 
 
 def test_noise_belongs_to_the_document_and_fades_with_length():

@@ -133,9 +133,18 @@ class Evaluation:
         shutil.rmtree(output / name, ignore_errors=True)
         part.rename(output / name)
 
+    def save_unmeasured(self, head: DraftHead | None) -> None:
+        """Save the current head without its tau, unless it is None, as in other processes."""
+        if head is not None:
+            self.save(head, "head", None)
+            log.info("step %d: the head is in %s; it was not evaluated", self.trainer.step,
+                     self.config.output / "head")
+
     def write_evaluation(self, directory: Path, tau: float | None, **more: object) -> None:
         """Write the measurements of the current head to its folder."""
-        record = {"step": self.trainer.step, "tau": tau, **more}
+        trainer = self.trainer
+        record = {"step": trainer.step, "tau": tau, "data": trainer.digests["data"],
+                  "learned": len(trainer.split.learned), **more}  # the dataset, and how many of its first documents
         (directory / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def write_card(self, directory: Path, compared: str = "") -> None:
@@ -155,12 +164,11 @@ class Evaluation:
         head, target, directory = trainer.current_head(), trainer.teacher.target, config.output / "head"
         if head is None:
             return
-        if target is None or not config.evaluate:
-            self.save(head, "head", None)
-            log.info("the head is in %s; it was not evaluated", directory)
+        if target is None or not config.evaluate or trainer.step not in self.measured:
+            self.save_unmeasured(head)
+            if config.evaluate and target is not None:
+                raise KeyboardInterrupt
             return
-        if trainer.step not in self.measured:
-            raise KeyboardInterrupt
         tau = self.measured[trainer.step]["tau"]
         self.save(head, "head", tau)
         if config.decode_prompts:
@@ -204,7 +212,8 @@ def card(trainer: Trainer, steps: list[dict], measured: dict[int, dict], compare
     """
     config = trainer.config
     hub_id = hub_id_of(config.target)
-    hours = sum(line.get("seconds", 0.0) for line in steps) / 3600
+    minutes = sum(line.get("seconds", 0.0) for line in steps) / 60
+    duration = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.1f} minutes"
     tokens = itertools.accumulate(line["tokens"] for line in steps)
     curve = [f"| {count / 1e6:.2f} M | {each['tau']:.2f} | {' '.join(f'{x:.2f}' for x in each.get('accepted', []))} |"
              for line, count in zip(steps, tokens, strict=True) if (each := measured.get(line["step"]))]
@@ -216,7 +225,7 @@ library_name: eagle_fsd
 # EAGLE draft head for {hub_id or Path(config.target).name}
 
 Trained by `{__package__}.train_draft_head` of eagle_fsd {eagle_fsd.__version__}: {trainer.step} steps of up to
-{config.batch_tokens} tokens in {hours:.1f} hours on {len(trainer.split.learned)} documents of `{config.data.name}`,
+{config.batch_tokens} tokens in {duration} on {len(trainer.split.learned)} documents of `{config.data.name}`,
 objective `{objective_text(config.objective)}`, AdamW, learning rate {config.lr:g}, seed {config.seed}.
 {compared}
 tau = tokens per target forward in lossless greedy decoding with tree `{tree_text(config.tree)}`. `eagle-fsd calibrate`

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import eagle_fsd
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.data.conversations import FILE_SUFFIXES, Record, read_records
+from eagle_fsd.data.conversations import FILE_SUFFIXES, TOKEN_IDS, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
 from eagle_fsd.data.files import only_writer
@@ -40,6 +40,9 @@ from eagle_fsd.utils.checks import check_interval, require_number
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 from .teacher import form_name, target_digest
 
+log = logging.getLogger("train.prepare_data")
+
+MOST_CUT_OFF = 0.05  # share of answers at the limit of their length from which a warning is logged
 EXCLUDED_WORDS = 10  # length of the n-grams of --exclude; a shorter question matches only a turn with exactly its words
 
 
@@ -153,17 +156,31 @@ def run(arguments: Arguments) -> dict:
         tokenizer.chat_template = arguments.chat_template.read_text(encoding="utf-8")
     if own or (arguments.format != "text" and tokenizer.chat_template):
         check_tokenizer(tokenizer)
-    made_by = None
+    made_by, answers = None, Counter()
     with only_writer(answers_path(arguments)) if own else nullcontext():
         if own:
             records, made_by = regenerated(records, arguments, place, tokenizer)
+            records = count_answers(records, arguments.max_new_tokens, answers)
         if arguments.self_prompted is not None:
             records = exclude_overlapping(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
                                            quiet=bool(own))
     about = {"target": arguments.target, "data": list(arguments.data), "sha256": digests(arguments.data),
              "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted, "answers_of": made_by}
-    return documents.save(arguments.out, about | counts)
+    if answers["cut_off"] > MOST_CUT_OFF * answers["answers"]:
+        log.warning("%d of %d answers were cut off at %d tokens, where small targets often repeat themselves, and the "
+                    "head learns no end. --max-new-tokens sets the limit: less takes less time, more lets long answers "
+                    "end", answers["cut_off"], answers["answers"], arguments.max_new_tokens)
+    return documents.save(arguments.out, about | counts | answers)
+
+
+def count_answers(records: Iterable[Record], limit: int, counts: Counter) -> Iterator[Record]:
+    """The same records; counts their answers, and those of `limit` tokens, if the tokens are known."""
+    for record in records:
+        answers = [message for message in record.messages or () if message["role"] == "assistant"]
+        counts["answers"] += len(answers)
+        counts["cut_off"] += sum(len(answer.get(TOKEN_IDS) or ()) >= limit for answer in answers)
+        yield record
 
 
 def answers_of(data: Path) -> dict:

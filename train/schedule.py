@@ -5,7 +5,6 @@ All are functions of the settings and the step, so that a run can resume, and ru
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +14,6 @@ from torch import Tensor
 from eagle_fsd.data.documents import Documents
 
 from .config import TrainingConfig
-
-log = logging.getLogger("train.train_draft_head")
 
 GOLDEN = 0.618034  # fractional parts of its multiples are spread evenly over [0, 1)
 HELD_OUT = 10  # one document of so many is held out
@@ -98,11 +95,7 @@ class DocumentSplit:
 
 def warmup_steps(config: TrainingConfig, steps: int) -> int:
     """The steps of the warm-up, after which a run must have steps at the peak rate and below."""
-    if config.warmup < steps:
-        return config.warmup
-    log.warning("the warm-up of %d steps would take the whole run of %d: it takes a tenth (--warmup)", config.warmup,
-                steps)
-    return steps // 10
+    return config.warmup if config.warmup < steps else steps // 10
 
 
 class Schedule:

@@ -45,6 +45,7 @@ from .trainer import Trainer, make_accelerator
 
 log = logging.getLogger("train.train_draft_head")
 
+FEW_TOKENS = 100_000  # learned tokens below which a warning is logged
 ANSWER_TOKENS = 512  # most tokens of each answer with --conversations
 
 
@@ -65,6 +66,8 @@ def train(config: TrainingConfig) -> Path:
             trainer = Trainer(config, accelerator)
         if accelerator.is_main_process:
             log.info("%d process(es) on %s", accelerator.num_processes, accelerator.device.type)
+            if trainer.step == 0:  # once, not when it resumes
+                warn_of_little(trainer)
         if accelerator.log_with:
             accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in depends_on(trainer).items()})
         stop = StopRequest()
@@ -140,11 +143,24 @@ def check_unchanged(config: TrainingConfig, data: Path) -> None:
     check_same(data, recorded, wanted, "choose another output, or delete that folder")
 
 
+def warn_of_little(trainer: Trainer) -> None:
+    """Warn of a run too short for its warm-up, and of too little data."""
+    config, learned = trainer.config, trainer.split.learned
+    if config.warmup >= trainer.steps:
+        log.warning("the warm-up of %d steps would take the whole run of %d: it takes a tenth (--warmup)",
+                    config.warmup, trainer.steps)
+    count = trainer.documents.learnable(learned)
+    if count < FEW_TOKENS:
+        log.warning("%d documents with %d tokens to learn are few: the head will learn them by heart, and predict "
+                    "other texts badly. The bundled heads learned 370,000 tokens and more; more questions, or "
+                    "prepare_data --self-prompted, give more", len(learned), count)
+
+
 def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopRequest) -> None:
     """Take the remaining steps; save, evaluate and log between them.
 
     Raises:
-        KeyboardInterrupt: the run was asked to stop, and its state is saved.
+        KeyboardInterrupt: the run was asked to stop, and its state and head are saved.
     """
     config, accelerator = trainer.config, trainer.accelerator
     started, tokens = time.perf_counter(), 0
@@ -155,7 +171,7 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
             if evaluation.due:  # or was aborted when the run stopped
                 evaluation.measure()
                 accelerator.wait_for_everyone()
-                stop_if_requested(trainer, stop)
+                stop_if_requested(trainer, evaluation, stop)
             before = time.perf_counter()
             record = trainer.train_step()
             record["seconds"] = round(time.perf_counter() - before, 4)
@@ -171,12 +187,13 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
             if overdue or trainer.step % config.save_every == 0 or trainer.step == trainer.steps:
                 save_state(trainer)
                 saved = time.perf_counter()
-            stop_if_requested(trainer, stop)
+            stop_if_requested(trainer, evaluation, stop)
 
 
-def stop_if_requested(trainer: Trainer, stop: StopRequest) -> None:
+def stop_if_requested(trainer: Trainer, evaluation: Evaluation, stop: StopRequest) -> None:
     if stop.on_any_process(trainer.accelerator):
         save_state(trainer)
+        evaluation.save_unmeasured(trainer.current_head())
         raise KeyboardInterrupt
 
 

@@ -92,7 +92,7 @@ class CheckCommand:
             raise ValueError(f"--data {self.data} is neither a file nor a dataset of prepare_data")
         model = self.pair.load(CPU_TREE)
         check_pair(model)
-        documents = (read_documents(self.data, self.documents, model) if questions is None
+        documents = (read_documents(self.data, self.documents, model, self.pair.draft) if questions is None
                      else answer_questions(model, questions, self.max_new_tokens))
         found = examine(model, documents)
         print(table(found))

@@ -163,20 +163,22 @@ def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO
 def only_writer(path: Path) -> Iterator[None]:
     """Prevent other callers from writing the same folder or file within the context.
 
-    The lock is on a file `.writer.lock` in the folder, or .NAME.writer.lock beside the file.
+    The lock is on a file `.writer.lock` in the folder, or .NAME.writer.lock beside the file, which is removed.
 
     Raises:
         ValueError: another process is writing; the message contains its process id.
     """
     lock = path / ".writer.lock" if path.is_dir() else path.with_name(f".{path.name}.writer.lock")
+    writer = "that has just ended"
     try:
-        with locked(lock, wait=False) as file:
+        with locked(lock, wait=False, remove=True) as file:
             file.truncate(0)
             file.write(str(os.getpid()).encode())
             file.flush()
             yield
     except BlockingIOError:
-        writer = lock.read_text(encoding="utf-8")
+        with suppress(FileNotFoundError):  # it has just ended
+            writer = lock.read_text(encoding="utf-8")
         raise ValueError(f"{path} is being written by process {writer}: wait for its end, or choose another "
                          "path") from None
 

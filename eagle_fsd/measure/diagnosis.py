@@ -25,6 +25,7 @@ from ..data.progress import Progress
 from ..data.questions import Question
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import LAST_NORM, Eagle3Head
+from ..heads.layouts import read_json
 from ..heads.unrolling import unroll
 from ..inputs.prompts import encode_prompts
 from ..inputs.requests import check_length
@@ -113,19 +114,33 @@ def check_pair(model: EagleModel) -> None:
         raise ValueError("the target has no tokenizer: save one to its directory")
 
 
-def read_documents(data: Path, most: int, model: EagleModel) -> Documents:
+def read_documents(data: Path, most: int, model: EagleModel, head: str | Path | None = None) -> Documents:
     """At most so many documents: the last ones of a dataset of prepare_data, or the first ones of a file of
     conversations or text (see `read_records`).
 
+    Args:
+        head: directory of the head. What it was trained on is left out, if the training recorded it there.
+
     Raises:
-        ValueError: the dataset is damaged, or nothing in the file can be used.
+        ValueError: the dataset is damaged, nothing in the file can be used, or the head has learned all of it.
     """
     if data.is_dir():
         documents = Documents.load(data)
-        return Documents.of(documents.document(index) for index in range(len(documents))[-most:])
+        learned = count_learned(head, documents)
+        if learned == len(documents):
+            raise ValueError(f"the head has learned all of {data}, and how it does there says nothing about other "
+                             "texts: pass one that it did not learn, or --questions")
+        return Documents.of(documents.document(index) for index in range(learned, len(documents))[-most:])
     documents, _ = encode_dataset(
         read_records(str(data)), model.tokenizer, max_length=max_length(model), quiet=True, most=most)
     return documents
+
+
+def count_learned(head: str | Path | None, documents: Documents) -> int:
+    """How many of a dataset's first documents a head has learned, as its training recorded; 0 if nothing tells."""
+    path = Path(head or "", "evaluation.json")
+    record = read_json(str(path)) if head and path.is_file() else {}
+    return record.get("learned", 0) if record.get("data") == documents.digest() else 0
 
 
 def max_length(model: EagleModel) -> int:
