@@ -3,12 +3,14 @@
 The templates are written here from the formats that their models' cards describe.
 """
 
+import json
+
 import pytest
 from tiny import tiny_tokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle_fsd.data.conversations import BadRow
+from eagle_fsd.data.conversations import BadRow, read_records
 from eagle_fsd.data.encoding import answer_spans, encode_conversation
 
 LLAMA_3 = (
@@ -167,6 +169,35 @@ def test_answers_and_their_end_marks_are_learned_and_nothing_else(name):
     encoded = encode_conversation(tokenizer, chat(turns))
     texts = [line.replace("{", "").replace("}", "") for line in expected]
     assert [ids for ids, _ in encoded] == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert [drawn(tokenizer, t, learned) for t, (_, learned) in zip(texts, encoded, strict=True)] == expected
+
+
+THINKS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if SHOWN %}<think>\n{{ m.reasoning_content }}\n</think>"
+          "\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+FIRST, SECOND = (f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in "ad")
+
+
+@pytest.mark.parametrize(("template", "expected"), [
+    (THINKS.replace("SHOWN", "m.reasoning_content and loop.last"), [  # Qwen3
+        FIRST + "{<think>\nb\n</think>\n\nc<|im_end|>}\n",
+        FIRST + "c<|im_end|>\n" + SECOND + "{<think>\ne\n</think>\n\nc<|im_end|>}\n"]),
+    (THINKS.replace("SHOWN", "m.reasoning_content"), [
+        FIRST + "{<think>\nb\n</think>\n\nc<|im_end|>}\n" + SECOND + "{<think>\ne\n</think>\n\nc<|im_end|>}\n"]),
+    (THINKS.replace("SHOWN", "m.reasoning_content and loop.last").replace(
+        "<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>\n{%"), [  # its prompt opens the thought
+        FIRST + "<think>\n{b\n</think>\n\nc<|im_end|>}\n",
+        FIRST + "c<|im_end|>\n" + SECOND + "<think>\n{e\n</think>\n\nc<|im_end|>}\n"]),
+    (CHATML, [FIRST + "{c<|im_end|>}\n" + SECOND + "{c<|im_end|>}\n"]),  # knows no thoughts
+], ids=["of the last answer", "of all answers", "opened", "none"])
+def test_thoughts_beside_the_content_are_learned_where_the_template_shows_them(tmp_path, template, expected):
+    messages = chat([("user", "a"), ("assistant", "c"), ("user", "d"), ("assistant", "c")])
+    messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "b", "e"
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    (record,) = read_records(str(tmp_path / "chats.jsonl"))
+    tokenizer = word_tokenizer(template, IM)
+    encoded = encode_conversation(tokenizer, record.messages)
+    texts = [line.replace("{", "").replace("}", "") for line in expected]
     assert [drawn(tokenizer, t, learned) for t, (_, learned) in zip(texts, encoded, strict=True)] == expected
 
 

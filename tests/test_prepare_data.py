@@ -1,6 +1,7 @@
 """From files of conversations to a dataset: formats, bad rows, lengths, answers by the target itself."""
 
 import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,9 +365,50 @@ def test_answers_without_an_end_are_counted_and_said(tmp_path, model, caplog):
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"data", "data.answers.jsonl"}
 
 
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+
+
+@pytest.mark.parametrize(("source", "opened", "row"), [
+    ("sharegpt", ("Aeala/ShareGPT_Vicuna_unfiltered", None, "train"), {"id": "1", "conversations": TURNS}),
+    ("ultrachat", ("HuggingFaceH4/ultrachat_200k", None, "train_sft"),
+     {"prompt": "hi", "prompt_id": "1", "messages": chat("hi", "yes")}),
+    ("perfectblend", ("mlabonne/open-perfectblend", None, "train"), {"conversations": TURNS, "source": "a"}),
+    ("magicoder", ("ise-uiuc/Magicoder-Evol-Instruct-110K", None, "train"), {"instruction": "hi", "response": "yes"}),
+    ("open-instruct", ("VMware/open-instruct", None, "train"),
+     {"alpaca_prompt": "Below is an instruction hi", "response": "yes", "instruction": "hi", "source": "a"}),
+    ("openai/gsm8k:main", ("openai/gsm8k", "main", "train"), {"question": "hi", "answer": "yes"}),
+])
+def test_usual_sets_have_names(tmp_path, model, monkeypatch, caplog, source, opened, row):
+    """A stand-in for the package `datasets` and the hub, with the columns of each set."""
+    calls = []
+
+    def load_dataset(name, configuration=None, *, split):
+        calls.append((name, configuration, split))
+        return [row]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    caplog.set_level("INFO", "eagle_fsd")
+    save_pair(tmp_path, model)
+    made = Arguments(target=f"{tmp_path}/target", data=(source,), out=tmp_path / "data", max_length=32)
+    assert run(made)["documents"] == 1 and calls == [opened]
+    assert ("names the licence" in caplog.text) == ("/" not in source)
+    assert list(read_records(source, split="test")) == rows(chat("hi", "yes")) and calls[1] == (*opened[:2], "test")
+    (tmp_path / "copy").mkdir()  # a local copy
+    assert list(read_records(str(tmp_path / "copy"))) == rows(chat("hi", "yes"))
+    assert calls[2] == (str(tmp_path / "copy"), None, "train")
+
+
+def test_several_processes_make_the_same_dataset(tmp_path, model):
+    records = [*rows(*[chat("ab" * (n % 7 + 1), "cd " * (n % 5)) for n in range(70)]), Record(reason="broken JSON"),
+               Record(text="abc " * 40)]
+    alone, counts = encode_dataset(records, model.tokenizer, max_length=24)
+    together, same = encode_dataset(iter(records), model.tokenizer, max_length=24, processes=2)
+    assert together.digest() == alone.digest() and same == counts and counts["bad_reasons"]["broken JSON"] == 1
+
+
 @pytest.mark.parametrize("name", ["teknium/OpenHermes-2.5", "org/data.v2"])
 def test_names_of_datasets_may_have_dots(tmp_path, monkeypatch, name):
-    def opened(source: str, split: str):
+    def opened(source: str, split: str | None):
         raise KeyboardInterrupt(source)
 
     monkeypatch.setattr("eagle_fsd.data.conversations._open_dataset", opened)

@@ -462,6 +462,19 @@ def test_the_norms_of_eagle_3_1_are_trained_saved_and_exported(place, tmp_path, 
     assert "SpecForge before September 2026" not in caplog.text  # our files say which meaning norm_output has
 
 
+def test_a_tracker_is_told_the_runs_name_and_where_it_continues(tmp_path):
+    """Called by accelerate, which is not run here; wandb and tensorboard are not installed."""
+    config = settings(tmp_path, "smol")
+    config.output.mkdir()
+    first, again = (train_draft_head.tracker_run(SimpleNamespace(config=config, step=step)) for step in (0, 7))
+    assert first["wandb"]["name"] == "smol" and first["wandb"]["resume"] == "allow"
+    assert first["wandb"]["id"] == again["wandb"]["id"] and again["tensorboard"] == {"purge_step": 8}
+    config.output.rename(tmp_path / "moved")
+    moved = replace(config, output=tmp_path / "moved", run_name="named")
+    found = train_draft_head.tracker_run(SimpleNamespace(config=moved, step=7))["wandb"]
+    assert found == {"name": "named", "id": first["wandb"]["id"], "resume": "allow"}
+
+
 def test_states_of_a_version_without_a_setting_have_its_default(place, tmp_path):
     given = {"steps": 2, "evaluate": False}
     record = run(place, tmp_path / "run", **given).parent / "states" / "step-2" / "run.json"

@@ -82,7 +82,8 @@ class TrainingConfig:
         decode_prompts: prompts to decode with and without the finished head, to compare speeds, for example 24.
         decode_tokens: tokens to decode of each, at least 2.
         tree: draft tree of the evaluations.
-        tracker: where accelerate also logs.
+        tracker: where accelerate also logs. A resumed run continues there.
+        run_name: name of the run in wandb. If omitted: that of the output folder.
         cpu: train on the CPU even if there is a GPU.
 
     Raises:
@@ -137,6 +138,7 @@ class TrainingConfig:
     decode_tokens: int = 128
     tree: Tree = TreeConfig(60, 8, 10)
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    run_name: str | None = None
     cpu: bool = False
 
     def __post_init__(self) -> None:

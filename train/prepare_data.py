@@ -58,10 +58,12 @@ class Arguments:
     Args:
         target: directory, Hub ID or GGUF file of the target, for its tokenizer and chat template. If omitted:
             SmolLM2-135M-Instruct, as in eagle_fsd.load.
-        data: JSON, JSONL or text files, or names for the datasets package.
+        data: JSON, JSONL or text files; sharegpt, ultrachat, perfectblend, magicoder or open-instruct; or folders and
+            Hub IDs for the datasets package, with a configuration after a colon (openai/gsm8k:main).
         out: folder of the dataset.
         format: format of the rows. auto: detect it from their keys.
-        split: split of a dataset that the datasets package opens.
+        split: split of a dataset that the datasets package opens. If omitted: that of the named set, or train.
+        processes: number of processes that tokenise conversations; answers of the target are tokenised in one.
         max_length: most tokens in a document.
         long: truncate or drop longer conversations.
         limit: use only the first LIMIT rows.
@@ -90,7 +92,8 @@ class Arguments:
     out: Path
     data: tuple[str, ...] = ()
     format: Literal["auto", "sharegpt", "messages", "text"] = "auto"
-    split: str = "train"
+    split: str | None = None
+    processes: int = 1
     max_length: int = 2048
     long: Literal["truncate", "drop"] = "truncate"
     limit: int | None = None
@@ -120,7 +123,7 @@ def run(arguments: Arguments) -> dict:
             replaced. Later: no usable row, or another process writes the answers.
     """
     check_counts(arguments, "max_length", least=8)
-    check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch")
+    check_counts(arguments, "limit", "max_new_tokens", "self_prompted", "batch", "processes")
     if bool(arguments.data) == (arguments.self_prompted is not None):
         raise ValueError("pass either --data or --self-prompted")
     own = arguments.regenerate or arguments.self_prompted
@@ -133,7 +136,8 @@ def run(arguments: Arguments) -> dict:
     require_number("--temperature", arguments.temperature, "a number of at least 0", lambda value: value >= 0)
     check_interval("--follow-ups", arguments.follow_ups, 1.0, True)
     for source in arguments.data:
-        if not Path(source).exists() and (Path(source).suffix in FILE_SUFFIXES or not is_hub_id(source)):
+        if not Path(source).exists() and (Path(source).suffix in FILE_SUFFIXES
+                                          or not is_hub_id(source.partition(":")[0])):
             raise ValueError(f"{source} does not exist")
     check_dtype(arguments.dtype)
     check_folder(arguments.out)
@@ -164,7 +168,7 @@ def run(arguments: Arguments) -> dict:
         if arguments.self_prompted is not None:
             records = exclude_overlapping(records, arguments.exclude)
         documents, counts = encode_dataset(records, tokenizer, max_length=arguments.max_length, long=arguments.long,
-                                           quiet=bool(own))
+                                           quiet=bool(own), processes=1 if own else arguments.processes)
     about = {"target": arguments.target, "data": list(arguments.data), "sha256": digests(arguments.data),
              "regenerated": arguments.regenerate, "self_prompted": arguments.self_prompted, "answers_of": made_by}
     if answers["cut_off"] > MOST_CUT_OFF * answers["answers"]:
@@ -190,8 +194,15 @@ def answers_of(data: Path) -> dict:
 
 def digests(sources: Sequence[str]) -> list[str | None]:
     """SHA-256 of the content of each file; None: the source is no file."""
-    return [hashlib.sha256(Path(source).read_bytes()).hexdigest() if Path(source).is_file() else None
-            for source in sources]
+    found: list[str | None] = []
+    for source in sources:
+        hasher = hashlib.sha256()
+        if Path(source).is_file():
+            with open(source, "rb") as file:
+                while block := file.read(2**20):
+                    hasher.update(block)
+        found.append(hasher.hexdigest() if Path(source).is_file() else None)
+    return found
 
 
 def with_system(record: Record, text: str) -> Record:

@@ -32,6 +32,7 @@ CHANGEABLE = {
     "keep": "only how many states are kept",
     "log_every": "only how often the tracker is told",
     "tracker": "only where values are logged too",
+    "run_name": "only how the tracker calls the run",
     "cpu": "devices differ by rounding, and the dtypes are compared",
 }
 # Settings that are names or paths: their content is compared, `Trainer.digests`.

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+import uuid
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,8 @@ def train(config: TrainingConfig) -> Path:
             if trainer.step == 0:  # once, not when it resumes
                 warn_of_little(trainer)
         if accelerator.log_with:
-            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in depends_on(trainer).items()})
+            accelerator.init_trackers("eagle_fsd", config={k: str(v) for k, v in depends_on(trainer).items()},
+                                      init_kwargs=tracker_run(trainer) if accelerator.is_main_process else {})
         stop = StopRequest()
         try:
             logs = Logs(trainer)
@@ -141,6 +143,17 @@ def check_unchanged(config: TrainingConfig, data: Path) -> None:
     recorded = {name: made_by.get(name) for name in wanted}
     recorded["conversations"] = [digest or name for name, digest in zip(names, found, strict=False)]
     check_same(data, recorded, wanted, "choose another output, or delete that folder")
+
+
+def tracker_run(trainer: Trainer) -> dict[str, dict]:
+    """What each tracker needs to know of the run: its name, and where a resumed one continues. The run's id is kept in
+    its folder."""
+    config = trainer.config
+    path = config.output / "run_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    name, run_id = config.run_name or config.output.resolve().name, path.read_text(encoding="utf-8")
+    return {"wandb": {"name": name, "id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": trainer.step + 1}}
 
 
 def warn_of_little(trainer: Trainer) -> None:

@@ -25,8 +25,17 @@ QUESTIONS = ("instruction", "question", "query", "problem", "inputs", "prompt", 
 CONTEXTS = ("context", "input")
 ANSWERS = ("output", "response", "answer", "completion", "targets", "solution", "chosen")
 SYSTEMS = ("system", "system_prompt")
+# Sets by the names that SpecForge and speculators give them: hub id, split, and the licence that its page names.
+NAMED = {
+    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", "train", "apache-2.0"),
+    "ultrachat": ("HuggingFaceH4/ultrachat_200k", "train_sft", "mit"),
+    "perfectblend": ("mlabonne/open-perfectblend", "train", "apache-2.0"),
+    "magicoder": ("ise-uiuc/Magicoder-Evol-Instruct-110K", "train", "apache-2.0"),
+    "open-instruct": ("VMware/open-instruct", "train", "cc-by-3.0"),
+}
 FILE_SUFFIXES = (".json", ".jsonl", ".txt", ".md")
 TOKEN_IDS = "token_ids"  # key of an answer's tokens as the target generated them
+THOUGHT = "reasoning_content"  # key of an answer's thought, which the chat template may render before its content
 # ShareGPT dumps use several names for each role.
 ROLES = {
     "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -83,6 +92,10 @@ def check_messages(
         check_unicode(content)
         ids = message.get(TOKEN_IDS)
         tokens = {TOKEN_IDS: ids} if isinstance(ids, list) and all(type(token) is int for token in ids) else {}
+        thought = message.get(THOUGHT)
+        if isinstance(thought, str) and thought.strip():
+            check_unicode(thought)
+            tokens |= {THOUGHT: thought}
         checked.append({"role": ROLES[role.lower()], "content": content, **tokens})
     begin = int(checked[0]["role"] == "system")
     while len(checked) > begin and checked[begin]["role"] == "assistant":
@@ -185,13 +198,14 @@ def join_trees(rows: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
 
 
 def read_records(
-    source: str, kind: str = "auto", split: str = "train", *, unanswered: bool = False
+    source: str, kind: str = "auto", split: str | None = None, *, unanswered: bool = False
 ) -> Iterator[Record]:
-    """The records of a file, or of a dataset that the package `datasets` opens by name or from a folder.
+    """The records of a file, or of a dataset that the package `datasets` opens from a folder or the hub.
 
     Args:
+        source: path, name in NAMED, hub id, or hub id and configuration ("openai/gsm8k:main").
         kind: one of FORMATS; "auto": `.txt` and `.md` files are plain text, rows are detected by their keys.
-        split: of a dataset that the package `datasets` opens.
+        split: of a dataset that the package `datasets` opens; None: the one in NAMED, else "train".
         unanswered: include questions without an answer, and rows with a key `prompt`; their answer is empty.
 
     Raises:
@@ -268,7 +282,7 @@ def _is_list_of_messages(row: Any) -> bool:
     return isinstance(row, list) and bool(row) and isinstance(row[0], dict) and bool({"role", "from"} & row[0].keys())
 
 
-def _open_dataset(source: str, split: str) -> Any:
+def _open_dataset(source: str, split: str | None) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -279,5 +293,11 @@ def _open_dataset(source: str, split: str) -> Any:
     if (path / "state.json").is_file():
         return datasets.load_from_disk(source)
     if (path / "dataset_dict.json").is_file():
-        return datasets.load_from_disk(source)[split]
-    return datasets.load_dataset(source, split=split)
+        return datasets.load_from_disk(source)[split or "train"]
+    if path.exists():
+        return datasets.load_dataset(source, split=split or "train")
+    hub_id, own_split, licence = NAMED.get(source, (source, "train", None))
+    if licence is not None:
+        log.info("%s is %s, split %s; its page names the licence %s", source, hub_id, split or own_split, licence)
+    name, _, configuration = hub_id.partition(":")
+    return datasets.load_dataset(name, configuration or None, split=split or own_split)

@@ -7,33 +7,39 @@ where the rendering with a generation prompt ends.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .conversations import TOKEN_IDS, BadRow, Record
+from .conversations import THOUGHT, TOKEN_IDS, BadRow, Record
 from .documents import Documents
 from .progress import Progress
 
 # A template may put an empty thinking block between the generation prompt and an answer.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")
+BLOCK = 512  # records that one process gets at a time
+_worker: dict[str, Callable[[Record], Encoded]] = {}
 ANYTHING = "Qwertzuiop"  # a placeholder message, to see what a template puts around it
 
 
 def encode_dataset(
     records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, long: str = "truncate",
-    quiet: bool = False, most: int | None = None,
+    quiet: bool = False, most: int | None = None, processes: int = 1,
 ) -> tuple[Documents, dict]:
     """Build a dataset from `records`, with a summary that counts rows, and bad rows by reason.
 
     Args:
         quiet: show no progress bar, for example because the source of the records has one.
         most: number of documents after which no more records are read; None: read all.
+        processes: how many processes tokenise; it changes only the time.
 
     Raises:
         ValueError: no record can be used.
@@ -41,17 +47,16 @@ def encode_dataset(
     bad: Counter[str] = Counter()
     documents: list[tuple[np.ndarray, np.ndarray]] = []  # lists would take five times the memory
     count = truncated = 0
-    for record in Progress(records, desc="rows", unit="row", quiet=quiet):
+    encode = partial(encode_or_reason, tokenizer=tokenizer, max_length=max_length, long=long)
+    for encoded, cut in Progress(each_by(encode, records, processes), desc="rows", unit="row", quiet=quiet):
         if most is not None and len(documents) >= most:
             break
         count += 1
-        try:
-            encoded = encode_record(record, tokenizer, max_length, long)
-        except BadRow as error:
-            bad[str(error)] += 1
+        if isinstance(encoded, str):
+            bad[encoded] += 1
         else:
-            documents += [(np.asarray(ids, np.uint32), np.asarray(learned)) for ids, learned in encoded]
-            truncated += record.text is None and len(encoded[-1][0]) == max_length
+            documents += encoded
+            truncated += cut
     if not documents:
         raise ValueError(f"none of {count} rows can be used: {dict(bad) or 'the data is empty'}")
     summary = {
@@ -59,6 +64,39 @@ def encode_dataset(
         "at_full_length": truncated, "max_length": max_length,
     }
     return Documents.of(documents[:most]), summary
+
+
+Encoded = tuple[list[tuple[np.ndarray, np.ndarray]] | str, bool]
+
+
+def encode_or_reason(record: Record, *, tokenizer: PreTrainedTokenizerBase, max_length: int, long: str) -> Encoded:
+    """The documents of a record, or why it is bad; and whether it is a conversation of full length."""
+    try:
+        encoded = encode_record(record, tokenizer, max_length, long)
+    except BadRow as error:
+        return str(error), False
+    return ([(np.asarray(ids, np.uint32), np.asarray(learned)) for ids, learned in encoded],
+            record.text is None and len(encoded[-1][0]) == max_length)
+
+
+def each_by(encode: Callable[[Record], Encoded], records: Iterable[Record], processes: int) -> Iterator[Encoded]:
+    """`encode` of each record, in their order; by several processes in blocks, which bound the memory."""
+    if processes == 1:
+        yield from map(encode, records)
+        return
+    left = iter(records)
+    with multiprocessing.get_context("spawn").Pool(processes, _begin, (encode,)) as pool:
+        while block := list(islice(left, BLOCK * processes)):
+            yield from pool.map(_encode, block, chunksize=BLOCK // 8)
+
+
+def _begin(encode: Callable[[Record], Encoded]) -> None:
+    """Keep in a worker process what it gets once only, since it contains the tokenizer."""
+    _worker["encode"] = encode
+
+
+def _encode(record: Record) -> Encoded:
+    return _worker["encode"](record)
 
 
 def encode_record(
@@ -204,8 +242,12 @@ def answer_spans(
                 raise BadRow("the chat template changes the text of an answer")
             start += len(header.rstrip())
         content = message["content"].strip()
-        at = text.find(content, start)
-        if at < 0 or not BEFORE_ANSWER.fullmatch(text, start, at):
+        shown = render(tokenizer, messages[: index + 1], False) if THOUGHT in message else ""
+        thought_end = end_of_thought(shown, start, message)
+        if thought_end is not None and not text.startswith(shown):
+            raise BadRow("the chat template drops a thought later")
+        at = text.find(content, thought_end or start)
+        if at < 0 or thought_end is None and not BEFORE_ANSWER.fullmatch(text, start, at):
             raise BadRow("the chat template changes the text of an answer")
         spans.append((start, _end_mark(tokenizer, text, at + len(content))))
     return text, spans
@@ -216,10 +258,17 @@ def last_answer_span(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The last answer, unchanged, after the prompt that the target sees for it, and the answer's character span.
 
-    If the prompt opens a thought, an answer without one follows the header that the template gives to such answers.
+    If the prompt opens a thought, an answer without one follows the header that the template gives to such answers. A
+    thought beside the content (`reasoning_content`) is learned if the template renders it.
     """
     *earlier, answer = messages
     prompt, content = render(tokenizer, earlier, True), answer["content"].strip()
+    if THOUGHT in answer:
+        whole = render(tokenizer, messages, False)
+        thought_end = end_of_thought(whole, len(prompt), answer)
+        if thought_end is not None and whole.startswith(prompt):
+            end = whole.find(content, thought_end) + len(content)
+            return whole, [(len(prompt), _end_mark(tokenizer, whole, end))]
     shown = render(tokenizer, [*earlier, {"role": "assistant", "content": ANYTHING}], False)
     at = shown.rfind(ANYTHING)
     if at < 0:
@@ -240,6 +289,14 @@ def last_answer_span(
         prompt += header[len(kept) :]
     text = prompt + content
     return text + shown[end:], [(start, len(text) + mark)]
+
+
+def end_of_thought(text: str, start: int, answer: dict[str, Any]) -> int | None:
+    """Where the thought ends in a text that ends with this answer, whose turn begins at `start`; None: the answer has
+    none, or the template does not render it before the content."""
+    thought, content = answer.get(THOUGHT, "").strip(), text.rfind(answer["content"].strip())
+    at = text.find(thought, start, content) if thought and content >= 0 else -1
+    return None if at < 0 else at + len(thought)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], prompt: bool) -> str:
