@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from matplotlib.image import imread
 from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, PROMPT, save_pair, tiny_pair, tiny_target, tiny_tokenizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -128,7 +127,6 @@ def test_the_run_says_what_it_measured(place, whole):
     card = (whole / "head" / "README.md").read_text()
     assert "| with this head |" in card and str(place) not in card and "base_model" not in card
     assert "# EAGLE draft head for target\n" in card
-    assert imread(whole / "training.png").std() > 0  # something is drawn
     for found in evaluations:  # the sum over levels is tau - 1
         assert len(found["accepted"]) == 3 and 1 + sum(found["accepted"]) == pytest.approx(found["tau"], abs=1e-3)
     assert len(list((whole / "states").iterdir())) == 2  # keep=2

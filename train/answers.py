@@ -311,7 +311,8 @@ def regenerate(records: Sequence[Record], writer: Respondent, store: Path, about
         while window := list(islice(rows, WINDOW * writer.batch)):
             todo = {key: record.messages for key, record in window if key is not None and key not in done}
             # Batches have the same number of turns and similar length.
-            order = sorted(todo, key=lambda key: (len(todo[key]), question_length(todo[key])))
+            order = sorted(todo, key=lambda key: (len(todo[key]), sum(
+                len(each["content"]) for each in todo[key] if each["role"] != "assistant")))
             for start in range(0, len(order), writer.batch):
                 batch = {key: todo[key] for key in order[start : start + writer.batch]}
                 answer_batch(batch, begun, writer, keep)
@@ -321,11 +322,6 @@ def regenerate(records: Sequence[Record], writer: Respondent, store: Path, about
                     yield answer
                 else:
                     yield Record(reason=answer) if isinstance(answer, str) else Record(messages=answer)
-
-
-def question_length(messages: Messages) -> int:
-    """Characters in all messages but the answers."""
-    return sum(len(message["content"]) for message in messages if message["role"] != "assistant")
 
 
 def answer_batch(

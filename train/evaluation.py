@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -26,7 +25,6 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import hub_id_of
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.measure.records import save_plot
 
 from .config import TrainingConfig
 from .objectives import objective_text
@@ -178,7 +176,6 @@ class Evaluation:
                       for name, answers in outputs.items()}
             self.write_evaluation(directory, tau, tokens_per_second=speeds)
             self.write_card(directory, comparison(config, outputs["exact"], speeds))
-        plot_training(self.logs.read("train"), self.logs.read("eval"), config.output / "training.png")
         log.info("the head is in %s, tau %.2f", directory, tau)
 
 
@@ -235,20 +232,3 @@ measures the speed and quality of fuzzy acceptance on your own task.
 |---|---|---|
 {chr(10).join(curve)}
 """
-
-
-def plot_training(steps: list[dict], evaluations: list[dict], path: Path) -> None:
-    """Plot the loss of every step and tau of every evaluation over training tokens."""
-    tokens = dict(zip((line["step"] for line in steps), itertools.accumulate(line["tokens"] for line in steps),
-                      strict=True))
-
-    def draw(axes: Any) -> None:
-        axes.plot([tokens[line["step"]] / 1e6 for line in steps], [line["loss"] for line in steps], linewidth=0.7,
-                  color="0.6")
-        axes.set(xlabel="training tokens (millions)", ylabel="loss")
-        other = axes.twinx()
-        other.plot([tokens[line["step"]] / 1e6 for line in evaluations], [line["tau"] for line in evaluations],
-                   marker="o")
-        other.set_ylabel("tau, held-out text")
-
-    save_plot(path, 7, 4, draw)

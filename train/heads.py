@@ -12,8 +12,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.layouts import LAYER_IDS
+from eagle_fsd.heads.eagle3 import LAYER_IDS, Eagle3Head
+from eagle_fsd.heads.vocabulary import TokenCounts
 from eagle_fsd.models.fused import FIXED_ROPE
 
 from .config import SIZES, TrainingConfig
@@ -103,7 +103,7 @@ def new_head(config: TrainingConfig, text: PreTrainedConfig) -> DraftHead:
 def most_frequent_tokens(documents: Documents, vocab_size: int, size: int) -> Tensor:
     """[size] the most frequent learned tokens, in ascending order."""
     counts = np.bincount(documents.tokens[documents.learned], minlength=vocab_size)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+    return torch.from_numpy(TokenCounts(counts, np.zeros_like(counts)).most_frequent(size))
 
 
 def set_draft_vocabulary(head: DraftHead, config: TrainingConfig, documents: Documents, ends: TargetEnds) -> None:

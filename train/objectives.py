@@ -69,11 +69,6 @@ class Objective:
             raise ValueError(f"objective: aligned_steps must be at most {MOST_STEPS}, got {self.aligned_steps}")
         require_number("objective: step_decay", self.step_decay, "a number in (0, 1]", lambda x: 0 < x <= 1)
 
-    @property
-    def learns_logits(self) -> bool:
-        """Whether any term compares distributions."""
-        return any(getattr(self, name) for name in ON_LOGITS)
-
 
 ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
 TERMS = ("regression", *ON_LOGITS)
@@ -187,8 +182,9 @@ class AlignedLoss(nn.Module):
         with torch.no_grad():
             p = self.head.target_logits(true_features[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
         loss, agreement = p.new_zeros(()), []
+        learns_logits = torch.is_grad_enabled() and any(getattr(objective, name) for name in ON_LOGITS)
         for step, predicted in enumerate(unroll(self.head, read, tokens, objective.aligned_steps)):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and objective.learns_logits):
+            with torch.set_grad_enabled(learns_logits):
                 log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
             terms = term_sums(objective, predicted[chosen], true_features[chosen], log_q, p)
             loss = loss + objective.step_decay**step * terms

@@ -44,10 +44,6 @@ class StopRequest:
         finally:
             self.immediate = False
 
-    def on_any_process(self, accelerator: Accelerator) -> bool:
-        """Whether any process received a signal. All processes must call it, and all get the same result."""
-        return any_process(accelerator, self.requested)
-
     def restore(self) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)

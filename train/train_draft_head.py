@@ -204,7 +204,7 @@ def take_steps(trainer: Trainer, evaluation: Evaluation, logs: Logs, stop: StopR
 
 
 def stop_if_requested(trainer: Trainer, evaluation: Evaluation, stop: StopRequest) -> None:
-    if stop.on_any_process(trainer.accelerator):
+    if any_process(trainer.accelerator, stop.requested):
         save_state(trainer)
         evaluation.save_unmeasured(trainer.current_head())
         raise KeyboardInterrupt

@@ -27,18 +27,8 @@ from ..models.loading import EmptyWeights
 from ..models.masks import SLIDING
 from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
-from .eagle3 import LAST_NORM, Eagle3Head
-from .layouts import (
-    LAYER_IDS,
-    NORMS,
-    POST_NORM,
-    check_draft_tokens,
-    is_drafter,
-    is_eagle3,
-    llama_config,
-    plain_names,
-    read_fields,
-)
+from .eagle3 import LAST_NORM, LAYER_IDS, POST_NORM, Eagle3Head
+from .layouts import NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields
 
 log = logging.getLogger(__name__)
 PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -17,7 +17,9 @@ from ..models.cache import TreeCache, cache_name
 from ..models.fused import Norm
 from .eagle import DraftHead
 
-LAST_NORM = "use_last_layernorm"  # ModelOpt's name of a field: whether there is a norm before the output layer
+# Names of fields: the target layers that a head reads; whether there is a norm before the output layer, as ModelOpt
+# calls it; and `norm_output`, as TensorRT-LLM does and SpecForge never did.
+LAYER_IDS, LAST_NORM, POST_NORM = "eagle_aux_hidden_state_layer_ids", "use_last_layernorm", "return_hidden_post_norm"
 
 
 class Eagle3Layer(LlamaDecoderLayer):
@@ -99,7 +101,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def _layer_ids(self) -> list[int] | None:
-        return getattr(self.config, "eagle_aux_hidden_state_layer_ids", None)
+        return getattr(self.config, LAYER_IDS, None)
 
     @property
     def target_hidden_size(self) -> int:
@@ -135,23 +137,18 @@ class Eagle3Head(DraftHead):
         cache: TreeCache | None = None,
     ) -> Tensor:
         """The layer's hidden states [B, T, D], with `norm_output` normalised, see `DraftHead`."""
-        states = self._layer_states(features, tokens, positions, mask, cache)
-        return self.norm(states) if self.norm_output else states
-
-    def _layer_states(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None,
-    ) -> Tensor:
         if self.computes_fused(cache):
             wide = torch.promote_types(features.dtype, torch.float32)
             normed = self.hidden_norm(features.to(wide))
             own = self.fused[0].norms[0](self.embed_tokens(tokens).to(wide))
             hidden = (normed if self.layers[0].norm_before_residual else features).to(wide, copy=True)
-            return self.fused_layer(hidden, torch.cat([own, normed], -1), positions, mask, cache)
-        layer = self.layers[0]
-        return layer(
-            features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask,
-            position_embeddings=self.rotary_emb(features, positions), **{cache_name(type(layer.self_attn)): cache},
-        )
+            states = self.fused_layer(hidden, torch.cat([own, normed], -1), positions, mask, cache)
+        else:
+            layer = self.layers[0]
+            states = layer(
+                features, self.embed_tokens(tokens).to(features.dtype), attention_mask=mask,
+                position_embeddings=self.rotary_emb(features, positions), **{cache_name(type(layer.self_attn)): cache})
+        return self.norm(states) if self.norm_output else states
 
     def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
         normed = predicted if self.norm_output else self.norm(predicted)

@@ -17,13 +17,12 @@ from transformers import LlamaConfig
 
 from ..models.masks import SLIDING
 from ..utils.checks import require_integer
-from .eagle3 import LAST_NORM, Eagle3Head
+from .eagle3 import LAST_NORM, LAYER_IDS, POST_NORM, Eagle3Head
 
 log = logging.getLogger(__name__)
 
 # Fields of config.json that change what an EAGLE-3 head computes, with the weights that also imply them.
 NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight", "norm_output": None}
-POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of norm_output, which SpecForge never wrote
 # Drafters that are no EAGLE heads, by a part of their names in config.json; the variants of DFlash before DFlash.
 DRAFTERS = {
     "dspark": "DSpark, a DFlash drafter whose draft tokens depend on the one before by a Markov head",
@@ -38,7 +37,6 @@ LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # they compute the same, bu
 SPECFORGE = "LlamaForCausalLMEagle3"
 # Their layer is Llama's, whatever `model_type` says: configs written by hand have the target's.
 LLAMA_HEADS = (SPECFORGE, "Eagle3LlamaForCausalLM")
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = "layers.0."
 # Tensors that a head does not need: the tokens of d2t as a mask, parts of the target, values that the config implies.
 UNUSED = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
