@@ -23,7 +23,8 @@ from eagle_fsd.serve.answers import by_text, speller
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.protocol import NEUTRAL
-from eagle_fsd.serve.tools import CallSplitter, call_schema, check_tools, chosen_tools
+from eagle_fsd.serve.splitter import MOST_CALLS, Splitter, message_start, response_template
+from eagle_fsd.serve.tools import call_schema, check_tools, chosen_tools
 
 PAIRS = Path(__file__).parent / "pairs"
 CHAT = [{"role": "user", "content": "Once upon a time"}]
@@ -242,9 +243,10 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</to
      [("add", {"a": 1}), ("add", {"a": 2})]),
     ('[{"name": "add", "arguments": {"a": 1}}, {"name": "weather", "arguments": {"city": "[}"}}]', "",
      [("add", {"a": 1}), ("weather", {"city": "[}"})]),
-    # nothing in a thought is a call
-    (f"<think>I could {HERMES}, or not.</think> Paris.", None, []),
-    (f"<think>[add(a=1)]</think>{HERMES}", "<think>[add(a=1)]</think>", [("weather", {"city": "Paris"})]),
+    # nothing in a thought is a call, and further on its marks are text
+    (f"<think>I could {HERMES}, or not.</think> Paris.", "Paris.", []),
+    (f"<think>[add(a=1)]</think>{HERMES}", "", [("weather", {"city": "Paris"})]),
+    (f"The marks <think> and </think>. {HERMES}", "The marks <think> and </think>.", [("weather", {"city": "Paris"})]),
     # JSON that is no call
     ('Use {"name": "add", "size": 3} here.', None, []),
     ('The tool {"name": "add", "description": "x", "parameters": {"type": "object"}} adds.', None, []),
@@ -256,7 +258,13 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</to
     ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", {"a": 1})]),
     ('{"id": "x", "type": "function", "name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
     ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', None, []),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', '{"name": "add", "arguments": {"a": 1}', []),
+    ('<tool_call>{"name": "rm"}</tool_call> No.', '{"name": "rm"} No.', []),
+    ("<tool_call>[1]</tool_call><tool_call></tool_call>{}", "[1]{}", []),
+    (f"<tool_call>oops</tool_call>{HERMES}", "oops", [("weather", {"city": "Paris"})]),
+    ('{"name": "add", "arguments": {"a": 1}} {"name": "weather", "arguments": {"city": "a', '{"name": "weather", '
+     '"arguments": {"city": "a', [("add", {"a": 1})]),
+    ('One; {"name": "add", "arguments": {"a": 1}}', "One;", [("add", {"a": 1})]),
     # Qwen3-Coder, with values as the schema wants them; with JSON inside
     ("<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", "",
      [("weather", {"city": "Paris"})]),
@@ -264,13 +272,32 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</to
      [("add", {"a": 7})]),
     ('<function=add>{"a": 1}</function>', "", [("add", {"a": 1})]),
     ("<function=rm><parameter=a>1</parameter></function>", None, []),
-    ("<function=add>\n<parameter=a>\n7", None, []),
+    ("<function=add>\n<parameter=a>\n7", "\n<parameter=a>\n7", []),
+    ("<function=add>\n<parameter=a>7</function>", "", [("add", {"a": 7})]),
+    ('<function=add>{"a": 1</function>', '{"a": 1', []),
+    # Gemma 4
+    ('<|channel>thought\nHm.<channel|>So. <|tool_call>call:weather{city:<|"|>Pa"ris<|"|>}<tool_call|>', "So.",
+     [("weather", {"city": 'Pa"ris'})]),
+    ("<|tool_call>call:rm{}<tool_call|><|tool_call>call:add{a:<tool_call|>", "<|tool_call>call:rm{}<tool_call|>{a:",
+     []),
     ("[add(a=1e999)]", None, []),
     ("[add(**{'a': 1})]", None, []),
 ])
 def test_calls_in_texts(text, said, calls):
     for size in (len(text), 1, 3):
-        assert split(CallSplitter(TOOLS), text, size) == (text if said is None else said, calls)
+        gemma = "<|" in text
+        assert split(splitter(marks=GEMMA if gemma else MARKS), text, size) == (text if said is None else said, calls)
+
+
+MARKS, GEMMA = "<think></think><tool_call><function=", "<|channel>thought\n<channel|><|tool_call>call:"
+
+
+def splitter(tools=TOOLS, marks=MARKS, most=MOST_CALLS, rendered="", form=None):
+    """A splitter for a model whose chat template has these marks."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = marks
+    template = response_template(tokenizer, tools)
+    return Splitter(tokenizer, template, message_start(template, rendered, "", form), tools, most, [], [])
 
 
 def split(splitter, text, size=1):
@@ -282,41 +309,42 @@ def split(splitter, text, size=1):
 
 
 def test_a_thought_that_the_prompt_opened():
-    assert split(CallSplitter(TOOLS, thinking=True), f"or {HERMES}</think>{HERMES}") == (
-        f"or {HERMES}</think>", [("weather", {"city": "Paris"})])
+    assert split(splitter(rendered="[assistant] <think>\n"), f"or {HERMES}</think>{HERMES}") == (
+        "", [("weather", {"city": "Paris"})])
+    assert split(splitter(rendered="<think>\n\n</think>\n\n"), "So.</think>") == ("So.</think>", [])
 
 
 def test_one_call_where_no_more_are_wanted():
-    found = split(CallSplitter(TOOLS, most=1), f"{HERMES}{HERMES} Done.")
+    found = split(splitter(most=1), f"{HERMES}{HERMES} Done.")
     assert found == ("Done.", [("weather", {"city": "Paris"})])
 
 
 def test_beginnings_of_calls_without_end():
     """Text, and soon."""
     text = '{"name": "add", "arguments": ' * 20_000
-    assert split(CallSplitter(TOOLS), text, len(text)) == (text, [])
+    assert split(splitter(), text, len(text)) == (text, [])
 
 
 @pytest.mark.parametrize(("kind", "value"), [
     ({"type": "string"}, "7"), ({"type": "integer"}, 7), ({"type": ["number", "null"]}, 7), ({}, "7"),
-    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7), ({"type": ["string", "integer"]}, "7"),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
     ({"anyOf": [{"type": "integer", "description": "no string"}, True]}, 7),
 ])
 def test_values_have_the_type_of_the_schema(kind, value):
     text = "<function=f><parameter=x>7</parameter></function>"
-    assert split(CallSplitter([tool("f", x=kind)]), text) == ("", [("f", {"x": value})])
+    assert split(splitter([tool("f", x=kind)]), text) == ("", [("f", {"x": value})])
 
 
 def test_a_boolean_as_python_writes_it():
     text = "<function=f><parameter=x>\nTrue\n</parameter></function>"
-    assert split(CallSplitter([tool("f", x={"type": "boolean"})]), text) == ("", [("f", {"x": True})])
+    assert split(splitter([tool("f", x={"type": "boolean"})]), text) == ("", [("f", {"x": True})])
 
 
 def test_a_stream_shows_all_text_that_is_no_call(client):
     whole = client.chat.completions.create(**OPTIONS, tools=TOOLS).choices[0]
     assert collected(client.chat.completions.create(**OPTIONS, tools=TOOLS, stream=True)) == (
         whole.message.content, {}, whole.finish_reason)
-    held = CallSplitter(TOOLS)
+    held = splitter()
     pieces = ("a <", "b> <too", "th> c", " {", 'd} [{"name": ', '"x"}] [ad', "d(", "a=1)]")
     assert [held.add(Piece([], [], text)).get("content", "") for text in pieces] == [
         "a", " <b>", " <tooth> c", "", ' {d}', ' [{"name": "x"}]', "", ""]
@@ -338,7 +366,8 @@ CALL = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
     (f"<think> Hm {{.\n</think>\n\nSo: {CALL}\n{CALL} Done.", False, "Hm {.", "So: Done.", 2),
     (f"Hm.</think> {CALL}", True, "Hm.", None, 1),
     (CALL.replace("add", "rm"), False, None, '{"name": "rm", "arguments": {"a": 1}}', 0),  # it is not offered
-    ('<call>{"name": "add"</call> Sorry.', False, None, '{"name": "add"</call> Sorry.', 0),  # it is broken
+    ('<call>{"name": 5}</call> Sorry.', False, None, '{"name": 5} Sorry.', 0),
+    ('<call>{"name": "add"</call> Sorry.', False, None, '<call>{"name": "add"</call> Sorry.', 0),  # it is broken
     ('<call>{"name": "add", "arg', False, None, '{"name": "add", "arg', 0),  # it is cut off
 ])
 def test_a_response_template_is_followed(client, server, monkeypatch, stream, text, opened, thought, said, calls):
@@ -356,6 +385,52 @@ def test_a_response_template_is_followed(client, server, monkeypatch, stream, te
         message = client.chat.completions.create(**asked).choices[0].message
         assert (getattr(message, "reasoning_content", None), message.content) == (thought, said)
         assert [json.loads(each.function.arguments) for each in message.tool_calls or []] == [{"a": 1}] * calls
+
+
+THINKING = TEMPLATE.replace("[assistant] ", "[assistant] <think>\n")
+QWEN3 = TEMPLATE.replace("[{{ m.role }}] {{ m.content }}", "[{{ m.role }}] {{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("template", "form", "thought", "said"), [
+    (QWEN3, {"type": "choice", "choice": ["<think>\nHm. {HERMES}\n</think>\n\nSo."]}, "Hm. {HERMES}", "So."),
+    (QWEN3, {"type": "choice", "choice": ["So <think> it </think> is."]}, None, "So <think> it </think> is."),
+    (THINKING + "{# </think> #}", {"type": "choice", "choice": ["Hm.</think>So."]}, "Hm.", "So."),
+    (THINKING + "{# </think> #}", {"type": "choice", "choice": ["So."]}, None, "So."),
+    (THINKING + "{# </think> #}", {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": {"a": 1}}}},
+     None, '{"a": 1}'),
+    (TEMPLATE, {"type": "choice", "choice": ["<think>x</think>y"]}, None, "<think>x</think>y"),
+])
+def test_thoughts_are_split_off_by_the_marks_of_the_chat_template(
+        client, server, monkeypatch, stream, template, form, thought, said):
+    """Without a setting; a format that cannot end a thought has none, so that its JSON is the content."""
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", template)
+    answer = client.chat.completions.create(**OPTIONS, stream=stream, response_format=form)
+    deltas = [piece.choices[0].delta for piece in answer] if stream else [answer.choices[0].message]
+    assert "".join(getattr(each, "reasoning_content", None) or "" for each in deltas) == (thought or "")
+    assert "".join(each.content or "" for each in deltas) == said
+
+
+def test_a_thought_that_a_message_began_goes_on(client, server, monkeypatch):
+    monkeypatch.setattr(server.pair.tokenizer, "chat_template", TEMPLATE + "{# </think> #}")
+    for begun, thought in (("<think>Hm", "m.</think>S"), ("<think>Hm.</think>", None), ("Hm", None)):
+        message = client.chat.completions.create(
+            model="tiny", messages=[*CHAT, {"role": "assistant", "content": begun}], max_tokens=40,
+            extra_body={"continue_final_message": True}, response_format={"type": "choice", "choice": [
+                "m.</think>So."]}).choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == (
+            ("So.", "m.") if thought else ("m.</think>So.", None))
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_hidden():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|end|>", "<|x|>"]})
+    tokenizer.chat_template = MARKS
+    template = response_template(tokenizer, TOOLS)
+    made = Splitter(tokenizer, template, "", TOOLS, 1, [], [tokenizer.convert_tokens_to_ids("<|end|>")])
+    marks = tokenizer.convert_tokens_to_ids(["<|x|>", "<tool_call>", "</tool_call>", "<|end|>"])
+    assert made.add(Piece([marks[0], 5, *marks[1:]], [], "")) | made.end() == {"content": tokenizer.decode([5])}
+    assert "tool_calls" in template["fields"] or "<tool_call>" in template["fields"]
 
 
 def test_a_response_template_does_not_read_a_forced_call_nor_past_a_stop(client, server, monkeypatch):

@@ -7,7 +7,7 @@ from tiny import tiny_pair, tiny_tokenizer
 
 from eagle_fsd.batching.tickets import Piece
 from eagle_fsd.inputs.prompts import encode_prompt
-from eagle_fsd.serve.tools import CallSplitter
+from eagle_fsd.serve.splitter import Splitter, response_template
 
 CALLS = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool>ARGUMENTS</tool>{% endfor %}"
@@ -68,7 +68,9 @@ def test_templates_may_read_single_arguments_and_broken_ones_stay_text(model):
 
 def test_ids_fit_templates_that_want_nine_letters_and_digits(model):
     tools, wanted = [{"type": "function", "function": {"name": "f"}}], "abcDEF123"
-    (call,) = CallSplitter(tools).add(Piece([], [], '{"name": "f", "arguments": {}}'))["tool_calls"]
+    model.tokenizer.chat_template = MISTRAL
+    splitter = Splitter(model.tokenizer, response_template(model.tokenizer, tools), "", tools, 1, [], [])
+    (call,) = splitter.add(Piece([], [], '{"name": "f", "arguments": {}}'))["tool_calls"]
     assert call["id"].isalnum() and len(call["id"]) == 9
     for call_id, kept in ((call["id"], True), (wanted, True), ("call_34cb7a9f0e1d2c3b4a5f6e7d", False)):
         shown, _, result = rendered(model, MISTRAL, ARGUMENTS, call_id).partition("[TOOL_RESULTS]")

@@ -18,7 +18,8 @@ from ..decoding.grammar import vocabulary
 from ..decoding.output import Output, Receipt
 from ..drafting.tree import ORIGINS
 from .protocol import ChatRequest, CompletionRequest
-from .tools import Splitter, json_text
+from .splitter import Splitter
+from .tools import json_text
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}  # our finish reason: the API's
 Speller = Callable[[int], tuple[str, list[int] | None]]  # from a token id to its text and bytes, see `speller`

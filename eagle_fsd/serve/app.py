@@ -186,7 +186,7 @@ async def respond(service: Service, request: Request, body: AnswerRequest) -> Re
     tickets = await service.submit(body, options)
     try:
         formatter = Formatter(service.name, body, spell, [ticket.prompt_tokens for ticket in tickets[:: body.n or 1]],
-                              [body.splitter(model, ticket.stops) for ticket in tickets])
+                              [body.splitter(model, ticket.stops, options.response_format) for ticket in tickets])
         if body.stream:
             return StreamingResponse(stream(service, formatter, tickets), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **ignored})

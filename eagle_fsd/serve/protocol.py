@@ -18,7 +18,8 @@ from ..options.generate import GenerateOptions, from_generate
 from ..options.option import REPLACEMENTS, members
 from ..utils.checks import OptionError, require_integer
 from .limits import check_template_kwargs
-from .tools import MOST_CALLS, THOUGHT, CallSplitter, Splitter, TemplateSplitter, call_schema, check_tools, chosen_tools
+from .splitter import MOST_CALLS, Splitter, message_start, response_template
+from .tools import call_schema, check_tools, chosen_tools
 
 LONGEST_MESSAGE = 600  # characters; messages quote values of the request
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -354,20 +355,19 @@ class ChatRequest(AnswerRequest):
         """How many of the most likely tokens to list with each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the answer begins inside a thought."""
-        last = self.messages[-1].content if self.continue_final_message else self._prompt.rstrip()[-len(THOUGHT[0]) :]
-        text = plain_text(last or "")
-        return text.rfind(THOUGHT[0]) > text.rfind(THOUGHT[1])
+    def splitter(self, model: EagleModel, stops: Sequence[str], form: object) -> Splitter | None:
+        """What splits one answer into text, thoughts and calls; None: it is text.
 
-    def splitter(self, model: EagleModel, stops: Sequence[str]) -> Splitter | None:
-        """What splits one answer into text, thoughts and calls, see `tools.py`; None: it is text."""
-        most = 1 if self.parallel_tool_calls is False else MOST_CALLS
-        if getattr(model.tokenizer, "response_template", None) and not self._must_call:
-            ends = end_tokens(model, chat=True)
-            return TemplateSplitter(model.tokenizer, stops, ends, self._prompt, self._tools, most)
-        return CallSplitter(self._tools, most, self.thinking and not self._must_call) if self._tools else None
+        Args:
+            stops: strings that end the answer.
+            form: the response format that the answer follows.
+        """
+        template = response_template(model.tokenizer, self._tools)
+        if template is None:
+            return None
+        continued = plain_text(self.messages[-1].content or "") if self.continue_final_message else ""
+        return Splitter(model.tokenizer, template, message_start(template, self._prompt, continued, form), self._tools,
+                        1 if self.parallel_tool_calls is False else MOST_CALLS, stops, end_tokens(model, chat=True))
 
     def prompts(self, model: EagleModel, template: Mapping[str, object] | None) -> list[Any]:
         """The chat as token ids, in a list of one prompt."""
@@ -392,7 +392,7 @@ class CompletionRequest(AnswerRequest):
         """As in `ChatRequest`."""
         return self.logprobs
 
-    def splitter(self, model: EagleModel, stops: Sequence[str]) -> None:
+    def splitter(self, model: EagleModel, stops: Sequence[str], form: object) -> None:
         """As in `ChatRequest`."""
         return None
 
