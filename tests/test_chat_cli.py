@@ -94,7 +94,7 @@ def test_a_conversation(model, tmp_path, type_lines, monkeypatch, capsys):
     ("/set", "--repetition-penalty"),
     ("/save", "/save needs a file name"),
     ("/load /no/such file", "No such file"),
-    ("/load pyproject.toml", "Expecting value"),
+    ("/load pyproject.toml", "pyproject.toml is not a conversation"),
 ])
 def test_what_is_wrong_is_said_and_changes_nothing(write, line, said):
     written, terminal = write(line)
@@ -146,3 +146,11 @@ def test_ctrl_c_stops_an_answer_and_twice_the_program(model, monkeypatch, times)
             terminal.answer("hello")
         assert terminal.chat.messages == []
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_fault_shows_its_traceback_and_the_conversation_goes_on(write, model, monkeypatch):
+    monkeypatch.setattr(Terminal, "answer", lambda self, text: len(5))
+    shown, terminal = write("hello", "/set temperature 0.5", "/set 'x", "/load " + __file__)
+    assert "Traceback" in shown and "has no len()" in shown and shown.count("Traceback") == 1
+    assert "/set 'x: No closing quotation" in shown and "is not a conversation written by /save" in shown
+    assert terminal.decoding.temperature == 0.5

@@ -1,6 +1,7 @@
 """The command line: flags made of the dataclasses of options, how commands end, and `generate`."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import eagle_fsd
 from eagle_fsd import TreeConfig
 from eagle_fsd.cli import COMMANDS, main, parse
 from eagle_fsd.cli.heads import HeadsCommand
+from eagle_fsd.heads import catalogue
 from eagle_fsd.options.generate import GenerateOptions
 from eagle_fsd.options.load import LoadOptions
 
@@ -114,8 +116,8 @@ def test_known_heads_are_a_table(capsys):
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [
-    (ValueError("two\nlines"), 2, "eagle-fsd: two lines\n"), (FileNotFoundError("no file"), 2, "eagle-fsd: no file\n"),
-    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 0, ""), (None, 0, ""),
+    (FileNotFoundError("no\nfile"), 2, "eagle-fsd: no file\n"), (KeyboardInterrupt(), 130, ""),
+    (BrokenPipeError(), 0, ""), (None, 0, ""),
 ])
 def test_exit_statuses(monkeypatch, capsys, error, status, said):
     def run(command):
@@ -124,6 +126,20 @@ def test_exit_statuses(monkeypatch, capsys, error, status, said):
 
     monkeypatch.setattr(HeadsCommand, "run", run)
     assert main(["heads"]) == status and capsys.readouterr().err == said
+
+
+def test_a_fault_of_the_program_shows_its_traceback(monkeypatch, capsys):
+    """Unlike what a check says, which is one line."""
+    assert main(["heads", "--target", "nobody's"]) == 2
+    assert capsys.readouterr().err == 'eagle-fsd: no head is known for a target whose id contains "nobody\'s"\n'
+    for fault in (lambda self: len(5), lambda self: int("x"), lambda self: json.loads("{")):
+        monkeypatch.setattr(HeadsCommand, "run", fault)
+        with pytest.raises((ValueError, TypeError)):
+            main(["heads"])
+    monkeypatch.setattr(catalogue, "known_heads", lambda: None)
+    monkeypatch.setattr(HeadsCommand, "run", lambda self: catalogue.find_head("x"))
+    with pytest.raises(TypeError, match="not iterable"):
+        main(["heads"])
 
 
 @pytest.mark.parametrize("argv", [["eagle_fsd", "--help"], ["eagle_fsd", "heads"],

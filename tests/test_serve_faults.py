@@ -56,6 +56,16 @@ def test_a_server_whose_engine_failed_ends(monkeypatch, caplog):
     assert ended == [False] and "the engine has failed" in caplog.text
 
 
+def test_a_fault_before_decoding_is_the_servers_and_logged(monkeypatch, caplog):
+    """Not the client's, although it is a TypeError, as those of checks are."""
+    with client() as found:
+        assert found.post(CHAT, json={**BODY, "temperature": "warm"}).status_code == 400
+        monkeypatch.setattr("eagle_fsd.serve.protocol.chat_tokens", lambda *args: len(5))
+        answer = found.post(CHAT, json=BODY)
+    assert answer.status_code == 500 and "see the server's log" in answer.json()["error"]["message"]
+    assert "has no len()" in caplog.text
+
+
 def test_until_then_it_tells_clients_to_go_elsewhere(monkeypatch):
     pair = tiny_chat_pair()
     with client(pair) as found:

@@ -7,12 +7,14 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..utils.checks import is_check
 from .arguments import Decoding, Loading, parse_options
 from .terminal import DIM, SourceStreamer, coloured, describe_output, legend, use_colour
 
@@ -109,7 +111,10 @@ class Terminal:
         except OSError as error:
             print(f"{error.filename}: {error.strerror}" if error.filename else error)
         except (ValueError, TypeError) as error:
-            print(error)
+            if is_check(error):
+                print(error)
+            else:  # a fault of the program
+                traceback.print_exc()
         return True
 
     def answer(self, text: str) -> None:
@@ -121,7 +126,10 @@ class Terminal:
 
     def set(self, rest: str) -> None:
         """Parse an option like the flag of the same name on the command line."""
-        name, *values = shlex.split(rest) or ["help"]
+        try:
+            name, *values = shlex.split(rest) or ["help"]
+        except ValueError as error:
+            raise ValueError(f"/set {rest}: {error}") from error
         with suppress(SystemExit):  # after --help or an error message
             self.decoding = parse_options(Decoding, [f"--{name.replace('_', '-')}", *values], program="/set",
                                           default=self.decoding)
@@ -138,7 +146,9 @@ class Terminal:
     def load(self, name: str) -> None:
         from ..inputs.prompts import encode_prompt
 
-        saved = json.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
+        saved = None
+        with suppress(ValueError):
+            saved = json.loads(Path(os.path.expanduser(name)).read_text(encoding="utf-8"))
         messages = saved.get("messages") if isinstance(saved, dict) else None
         if not messages or not isinstance(messages, list):
             raise ValueError(f"{name} is not a conversation written by /save")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..utils.checks import require_integer
+from ..utils.checks import is_check, require_integer
 
 
 def check_counts(options: object, *names: str, least: int = 1) -> None:
@@ -25,19 +25,17 @@ def escape_unencodable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-
-
 def exit_status(
     program: str, work: Callable[[], object], *, also: tuple[type[Exception], ...] = (), stopped: str | None = None,
 ) -> int:
     """Run a command and return its exit status: 0; 2 after an error by the user, printed as one line; 130 after Ctrl-C.
+    Errors by the user are those of our checks (`is_check`), OSError and ImportError; others raise with their traceback.
 
     The command ends silently if the reader of its output, such as `head`, closes the pipe. Characters that the encoding
     of the output lacks are written as escapes.
 
     Args:
-        also: further types of errors by the user; other errors raise with their traceback.
+        also: further types of errors by the user.
         stopped: message after Ctrl-C.
     """
     try:
@@ -54,7 +52,9 @@ def exit_status(
         for stream in (sys.stdout, sys.stderr):  # Python would flush again at exit and print an error
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    except (*USER_ERRORS, *also) as error:
+    except Exception as error:
+        if not (is_check(error) or isinstance(error, (OSError, ImportError, *also))):
+            raise
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

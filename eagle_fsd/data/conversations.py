@@ -294,10 +294,12 @@ def _open_dataset(source: str, split: str | None) -> Any:
         return datasets.load_from_disk(source)
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(source)[split or "train"]
-    if path.exists():
-        return datasets.load_dataset(source, split=split or "train")
-    hub_id, own_split, licence = NAMED.get(source, (source, "train", None))
+    local = path.exists()
+    hub_id, own_split, licence = (source, "train", None) if local else NAMED.get(source, (source, "train", None))
     if licence is not None:
         log.info("%s is %s, split %s; its page names the licence %s", source, hub_id, split or own_split, licence)
-    name, _, configuration = hub_id.partition(":")
-    return datasets.load_dataset(name, configuration or None, split=split or own_split)
+    name, _, configuration = (source, "", "") if local else hub_id.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=split or own_split)
+    except ValueError as error:  # no such split, for example
+        raise ValueError(f"{source!r} cannot be opened as a dataset: {error}") from error

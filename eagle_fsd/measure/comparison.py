@@ -24,6 +24,7 @@ from ..data.progress import Progress
 from ..data.questions import Question, converse, converse_together
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
+from ..utils.checks import is_check
 from .grading import CODE_END, is_right
 from .lost import lost_answers, lost_table
 from .methods import Answer, Method, described, draft_model, engine, pair_text
@@ -72,6 +73,8 @@ def compare(
                 return [converse(lambda chat: method(chat, most), question.turns) for question in group]
             return converse_together(lambda chats: method(chats, most), [question.turns for question in group])
         except ValueError as error:
+            if not is_check(error):
+                raise
             raise ValueError(f"question {', '.join(str(question.id) for question in group)}: {error}") from error
 
     def answer(method: Method, name: str, group: Sequence[Question], is_timed: bool) -> list[dict]:

@@ -105,7 +105,7 @@ def load_target(
             target, dtype=dtype, device_map=device_map, attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code, output_loading_info=True, **options,
         )
-    except (OSError, ValueError, MemoryError, torch.OutOfMemoryError):
+    except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # damaged files and unknown devices can raise any exception
         raise ValueError(f"{target} cannot be loaded as a causal LM: {type(error).__name__}: {error}") from error

@@ -86,7 +86,7 @@ class Service:
                 prompt = prompts[number // (body.n or 1)]
                 tickets.append(await asyncio.to_thread(self.engine.submit, prompt, own,
                                                        fit=own.max_new_tokens == TO_THE_END))
-        except (ValueError, TypeError, ImportError) as error:  # ImportError: an extra is not installed
+        except (ValueError, TypeError, ImportError) as error:
             raise body.refusal(error) from error
         except QueueFull as error:
             raise Refusal(429, f"the server is busy: {error}", code="queue_full") from error

@@ -23,6 +23,7 @@ from ..acceptance import RULES
 from ..batching.engine import Engine
 from ..batching.tickets import EngineClosed, Piece, QueueFull, Ticket
 from ..decoding.output import Output, Receipt
+from ..utils.checks import is_check
 from ..utils.text import GrowingText
 from .protocol import Refusal, options_over
 
@@ -165,11 +166,11 @@ async def answer(
             shown.end(await ticket)
     except Refusal as error:
         shown.error = error.detail
-    except (ValueError, TypeError, QueueFull, EngineClosed) as error:
-        shown.error = str(error)
     except Exception as error:
-        log.error("an answer failed", exc_info=error)
-        shown.error = "The answer failed; see the server's log."
+        expected = is_check(error) or isinstance(error, (QueueFull, EngineClosed))
+        if not expected:
+            log.error("an answer failed", exc_info=error)
+        shown.error = str(error) if expected else "The answer failed; see the server's log."
     finally:
         if ticket is not None:
             ticket.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
@@ -16,11 +17,12 @@ from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions, from_generate
 from ..options.option import REPLACEMENTS, members
-from ..utils.checks import OptionError, require_integer
+from ..utils.checks import OptionError, is_check, require_integer
 from .limits import check_template_kwargs
 from .splitter import MOST_CALLS, Splitter, message_start, response_template
 from .tools import call_schema, check_tools, chosen_tools
 
+log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 600  # characters; messages quote values of the request
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "2"}}
@@ -303,6 +305,9 @@ class AnswerRequest(OptionFields):
 
     def refusal(self, error: Exception) -> Refusal:
         """The refusal for an error of the library, with the client's name for the option."""
+        if not (is_check(error) or isinstance(error, ImportError)):  # the latter: an extra is not installed
+            log.error("a request failed", exc_info=error)
+            return Refusal(500, "the request failed; see the server's log")
         if not isinstance(error, OptionError):
             return Refusal(400, str(error))
         name = next((theirs for theirs, value in self.decoding().items()

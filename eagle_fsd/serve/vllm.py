@@ -24,6 +24,7 @@ from ..acceptance import Rule, make_rule
 from ..acceptance.walk import Step, walk
 from ..drafting.noise import gumbel_noise
 from ..drafting.tree import DraftTree
+from ..utils.checks import is_check
 
 log = logging.getLogger("vllm.eagle_fsd")  # below vLLM's own logger, which has the handler
 
@@ -233,6 +234,8 @@ def register() -> None:
         try:
             check_request(params, speculative, current_platform.is_cpu())
         except (ValueError, TypeError) as error:
+            if not is_check(error):
+                raise
             raise VLLMValidationError(str(error)) from error
 
     def propose(original, runner, *args, **kwargs):

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import opcode
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
+
+RAISE = opcode.opmap["RAISE_VARARGS"]
+OURS = ("eagle_fsd", "train", "eval")  # packages
+
+
+def is_check(error: BaseException) -> bool:
+    """Whether an error says what the user got wrong: a ValueError or TypeError by a `raise` statement of this project.
+
+    One that an operation or another library raises, such as "'NoneType' object is not subscriptable", is a fault of the
+    program, so code that calls others with the user's input must raise an error of its own.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, (ValueError, TypeError)) or trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame
+    module = getattr(frame.f_globals.get("__spec__"), "name", "")  # __name__ is "__main__" with python -m
+    return module.partition(".")[0] in OURS and frame.f_code.co_code[trace.tb_lasti] == RAISE
 
 
 class OptionError(ValueError, TypeError):
