@@ -148,6 +148,8 @@ def test_the_cache_has_a_limit_and_can_be_seen_and_cleared(target, tmp_path, cac
     capsys.readouterr()
     assert main(["cache", "--clear", "gguf"]) == 0
     assert f"{third.name}  removed" in capsys.readouterr().out and not list(cache.iterdir())
+    assert list((cache.parent / "digests").iterdir()) and main(["cache", "--clear", "digests"]) == 0
+    assert not list((cache.parent / "digests").iterdir())
 
 # What a file says about the model --------------------------------------------------------------------------
 

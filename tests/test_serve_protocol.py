@@ -491,8 +491,19 @@ def test_bytes_of_tokens_are_those_of_the_text(client):
     assert listed[0].token == r"bytes:\xf0" and all(len(each.top_logprobs) == 20 for each in listed)
     old = client.completions.create(model="tiny", prompt=CHAT[0]["content"], max_tokens=40, logprobs=20,
                                     extra_body={"response_format": choice}).choices[0].logprobs
-    assert [len(top) for top in old.top_logprobs] == [20] * len(listed)
+    assert {len(top) for top in old.top_logprobs} <= {20, 21}
     assert old.tokens == [each.token for each in listed]
+    offsets = [len(b"".join(bytes(each.bytes or []) for each in listed[:at]).decode(errors="ignore"))
+               for at in range(len(listed))]
+    assert old.text_offset == offsets and offsets[:5] == [0, 0, 0, 0, 1]
+    streamed = client.completions.create(model="tiny", prompt=CHAT[0]["content"], max_tokens=40, logprobs=1, n=2,
+                                         stream=True, extra_body={"response_format": choice})
+    by_choice = {0: [], 1: []}
+    for piece in streamed:
+        by_choice[piece.choices[0].index] += piece.choices[0].logprobs.text_offset if piece.choices[0].logprobs else []
+    assert by_choice == {0: offsets, 1: offsets}
+    forced = [token for token, top in zip(old.tokens, old.top_logprobs, strict=True) if token in top]
+    assert forced == old.tokens  # however unlikely
 
 
 def test_bytes_of_a_tokenizer_of_pieces():
@@ -513,7 +524,7 @@ def test_bytes_of_a_tokenizer_of_pieces():
 
 def test_a_text_that_two_tokens_have_is_told_once_by_each():
     spell = {5: ("a", None), 6: ("a", None), 7: ("b", None)}
-    assert by_text([(5, -1.0), (6, -2.0), (7, -3.0)], spell.get) == {"a": -1.0, "token_id:6": -2.0, "b": -3.0}
+    assert by_text({7: -3.0, 5: -1.0, 6: -2.0}, spell.get) == {"a": -1.0, "token_id:6": -2.0, "b": -3.0}
 
 
 def test_penalties_and_bias(client):

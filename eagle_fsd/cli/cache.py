@@ -27,7 +27,7 @@ class CacheCommand:
         clear: remove entries of this kind.
     """
 
-    clear: Literal["gguf", "latency", "kernels", "checked", "trees", "all"] | None = None
+    clear: Literal[(*KINDS, "all")] | None = None
 
     def run(self) -> None:
         from ..data.files import bytes_in, cache_directory, cache_limit, remove_folder

@@ -6,7 +6,8 @@ import functools
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class Formatter:
     prompts: Sequence[int]
     splitters: Sequence[Splitter | None]
     streamed: int = 0  # new tokens so far
+    characters: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # begun in each choice
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -64,7 +66,7 @@ class Formatter:
             text = fields.pop("content", None if calls else "")
             content = {"message": {"role": "assistant", "content": text, **fields}} if self.chat else {"text": text}
             choices.append({"index": index, **content, "finish_reason": self._reason(index, output),
-                            "logprobs": self._tokens(output.token_ids, output.receipts), "seed": output.seed})
+                            "logprobs": self._tokens(index, output.token_ids, output.receipts), "seed": output.seed})
         return self._body("", choices, self._counted(outputs))
 
     def opening(self, index: int) -> str:
@@ -74,7 +76,7 @@ class Formatter:
     def piece(self, index: int, piece: Piece) -> str:
         """The event of one cycle of a choice; empty if the cycle adds neither text nor log-probabilities."""
         self.streamed += len(piece.token_ids)
-        logprobs = self._tokens(piece.token_ids, piece.receipts)
+        logprobs = self._tokens(index, piece.token_ids, piece.receipts)
         delta = self._split(index, piece)
         return self._event(index, delta, logprobs=logprobs) if delta or logprobs is not None else ""
 
@@ -126,7 +128,7 @@ class Formatter:
         return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model,
                 "choices": choices, **counted}
 
-    def _tokens(self, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
+    def _tokens(self, index: int, ids: Sequence[int], receipts: Sequence[Receipt]) -> dict | None:
         """Tokens with the target's log-probabilities; further fields give the source of each token."""
         if self.request.alternatives is None:
             return None
@@ -136,20 +138,30 @@ class Formatter:
                 "top_logprobs": [self._token(*best) for best in receipt.top], "source": receipt.source,
                 "drafter": receipt.drafter, "divergence": finite(receipt.divergence), "regret": finite(receipt.regret)}
                 for token, receipt in zip(tokens, receipts, strict=True)]}
-        top = [by_text(receipt.top, self.spell) for receipt in receipts] if self.request.alternatives else None
+        top = [by_text({token: receipt.logprob, **dict(receipt.top)}, self.spell)
+               for token, receipt in zip(ids, receipts, strict=True)] if self.request.alternatives else None
         return {"tokens": [token["token"] for token in tokens],
-                "token_logprobs": [token["logprob"] for token in tokens],
-                "top_logprobs": top, "source": [receipt.source for receipt in receipts]}
+                "token_logprobs": [token["logprob"] for token in tokens], "top_logprobs": top,
+                "text_offset": [self._offset(index, token["bytes"] or []) for token in tokens],
+                "source": [receipt.source for receipt in receipts]}
+
+    def _offset(self, index: int, encoded: Sequence[int]) -> int:
+        """Where the next token of a choice begins in its text: at its first character, of which earlier tokens may have
+        some bytes."""
+        begins = [byte & 0xC0 != 0x80 for byte in encoded]  # a character of UTF-8
+        offset = self.characters[index] - (begins[:1] == [False])
+        self.characters[index] += sum(begins)
+        return offset
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text, encoded = self.spell(token)
         return {"token": text, "logprob": finite(logprob), "bytes": encoded}
 
 
-def by_text(top: Sequence[tuple[int, float]], spell: Speller) -> dict[str, float | None]:
-    """Log-probabilities by token text; by token id, as in vLLM, if an earlier token has the same text."""
+def by_text(top: Mapping[int, float], spell: Speller) -> dict[str, float | None]:
+    """Log-probabilities by token text, the best first; by token id, as in vLLM, if a better token has the same text."""
     logprobs: dict[str, float | None] = {}
-    for token, logprob in top:
+    for token, logprob in sorted(top.items(), key=lambda item: -item[1]):
         text, _ = spell(token)
         logprobs[f"token_id:{token}" if text in logprobs else text] = finite(logprob)
     return logprobs
