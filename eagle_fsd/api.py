@@ -176,6 +176,7 @@ def decode_requests(
             groups.append(long)
         elif session is not None:
             session.row = batch.row(0)
+        del batch  # and its caches, before the next one has others
     return [request.output() for request in requests]
 
 
