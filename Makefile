@@ -54,9 +54,9 @@ test-newest:
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(NEWEST_BIN)/python -m pytest -q -n auto --dist loadfile
 
 # Tests that `make test` skips, as they need what requirements.txt lacks: the page (in a browser if there is a chromium),
-# Ray, the harness, quantised targets, and vLLM.
+# Ray, the harness, quantised targets, llama.cpp's logits of GGUF files, and vLLM.
 EXTRAS_BIN = .venv-extras/bin
-EXTRAS_TESTS = $(addprefix tests/test_,serve_page.py serve_ray.py lm_eval.py grading.py large_targets.py)
+EXTRAS_TESTS = $(addprefix tests/test_,serve_page.py serve_ray.py lm_eval.py grading.py large_targets.py gguf.py)
 
 test-extras:
 	@echo "Setting up .venv-extras, or bringing it up to date (3 GB on disk with torch's CPU build), then .venv-vllm."
@@ -64,7 +64,7 @@ test-extras:
 	$(EXTRAS_BIN)/python -m pip install --quiet --upgrade pip
 	$(EXTRAS_BIN)/python -m pip install $(TORCH)
 	$(EXTRAS_BIN)/python -m pip install --quiet -r requirements.txt
-	$(EXTRAS_BIN)/python -m pip install --quiet -c requirements.txt --no-build-isolation -e ".[page,ray,lm_eval]" \
+	$(EXTRAS_BIN)/python -m pip install --quiet -c requirements.txt --no-build-isolation -e ".[page,ray,lm_eval,llama_cpp]" \
 		torchao bitsandbytes playwright
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(EXTRAS_BIN)/python -m pytest -q -rs $(EXTRAS_TESTS)
 	$(MAKE) test-vllm
