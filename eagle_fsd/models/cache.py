@@ -93,19 +93,19 @@ class TreeCache(Cache):
         # For models that take positions from the cache: the nodes' positions [N] minus their slots.
         self.position_offset: Tensor | int = 0
         self._lengths = [0] * batch  # of the rows at the last commit
-        self._storages: list[tuple[torch.device, Tensor]] = []  # [layers, 2, B, H, C, D], or 1 in place of 2
+        self.allocated: list[Tensor] = []  # the storage so far: [layers, 2, B, H, C, D], or 1 in place of 2
         self._spare = spare
         self._free: dict[tuple, list[Tensor]] = {}  # unassigned [2, B, H, C, D], by device and shape
 
     def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> Tensor | list[Tensor]:
         """Storage for one more layer of these key and value shapes: two [B, H, C, D]."""
         if value_states.shape != key_states.shape:  # latent attention (DeepSeek)
-            return [self._storage(device, states, 1, 1)[0, 0] for states in (key_states, value_states)]
+            return [self._storage(states, 1, 1)[0, 0] for states in (key_states, value_states)]
         free = self._free.setdefault((device, *key_states.shape[1::2], key_states.dtype), [])
         if not free:  # usually all layers of a device are alike; others are allocated one by one
-            first = all(place != device for place, _ in self._storages)
+            first = all(storage.device != key_states.device for storage in self.allocated)
             layers = [layer.layer_device for layer in self.layers].count(device) if first else 1
-            free.extend(self._storage(device, key_states, layers, 2))
+            free.extend(self._storage(key_states, layers, 2))
         return free.pop(0)
 
     def append(
@@ -132,22 +132,17 @@ class TreeCache(Cache):
             shape = like.new_empty(0, heads, 0, size)
             for layer in self.layers:
                 layer.lazy_initialization(shape, shape)
-        return self._storages[0][1]
+        return self.allocated[0]
 
-    def _storage(self, device: torch.device, states: Tensor, layers: int, tensors: int) -> Tensor:
+    def _storage(self, states: Tensor, layers: int, tensors: int) -> Tensor:
         shape = layers, tensors, self.batch, states.shape[1], self.capacity, states.shape[3]
         if (spare := self._spare) is not None and (*spare.shape, spare.dtype) == (*shape, states.dtype):
             self._spare, storage = None, spare.zero_()
         else:
             new = states.new_zeros if self.batch > 1 else states.new_empty  # a stale slot must not contain NaN
             storage = new(shape)
-        self._storages.append((device, storage))
+        self.allocated.append(storage)
         return storage
-
-    @property
-    def allocated(self) -> list[Tensor]:
-        """The storage, as far as it is allocated."""
-        return [storage for _, storage in self._storages]
 
     def end_of(self, layer: TreeCacheLayer) -> int:
         """The end of the longest row in a layer."""
@@ -178,7 +173,7 @@ class TreeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the storage."""
-        return sum(storage.nbytes for _, storage in self._storages)
+        return sum(storage.nbytes for storage in self.allocated)
 
     @property
     def lengths(self) -> list[int]:
@@ -217,9 +212,10 @@ class TreeCache(Cache):
                  for target, source in enumerate(places) if source != target]
         if moves:
             chosen = torch.tensor(moves)
-            moved = {device: chosen.to(device, non_blocking=True).unbind(1) for device, _ in self._storages}
-            for device, storage in self._storages:
-                row, source, target = moved[device]
+            moved = {place: chosen.to(place, non_blocking=True).unbind(1)
+                     for place in {storage.device for storage in self.allocated}}
+            for storage in self.allocated:
+                row, source, target = moved[storage.device]
                 slots = storage.transpose(-3, -2)  # [..., B, C, H, D]
                 slots[..., row, target, :, :] = slots[..., row, source, :, :]
         self.lengths = [length + len(places) for length, places in zip(lengths, kept, strict=True)]
@@ -231,7 +227,7 @@ class TreeCache(Cache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this ascending order, and drop the others."""
         lengths = [self.lengths[row] for row in rows]
-        for _, storage in self._storages:
+        for storage in self.allocated:
             for target, source in enumerate(rows):
                 if target != source:
                     states = storage[..., source, :, : lengths[target], :]
@@ -283,7 +279,7 @@ class TreeCache(Cache):
 
     def erase_row(self, row: int) -> None:
         """Set a sequence's keys and values to zero: a NaN would spread to the next sequence in this row."""
-        for _, storage in self._storages:
+        for storage in self.allocated:
             storage[..., row, :, :, :] = 0
 
 
