@@ -22,7 +22,6 @@ from .loading.load import default_model
 from .loading.pair import EagleModel
 from .options.generate import GenerateKeywords, GenerateOptions, with_options
 from .options.option import lists_options
-from .utils.text import answer_text
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -119,9 +118,8 @@ def generate(
             raise ValueError(f"{name} serves one prompt at a time, got a batch of {len(prompts)}")
         if streamer is not None:
             streamer.put(torch.tensor(prompts))
-        outputs = decode_requests(model, requests, streamer=streamer, session=session)
-    for request, output in zip(requests, outputs if model.tokenizer is not None else [], strict=False):
-        output.text = answer_text(model.tokenizer, output.token_ids, request.stops)
+        decode_requests(model, requests, streamer=streamer, session=session)
+    outputs = [request.output(model.tokenizer) for request in requests]
     return outputs if batched else outputs[0]
 
 

@@ -109,11 +109,10 @@ def custom_generate(
         streamer = text_streamer if streamer is None else streamer
         given = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
         pad = check_call(input_ids, generation_config, streamer, model_kwargs)
-        greedy = not generation_config.do_sample
         criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
         options = GenerateOptions(
             max_new_tokens=(generation_config.max_length if max_length is None else max_length) - input_ids.shape[1],
-            temperature=0.0 if greedy else float(generation_config.temperature or 1.0), **given)
+            temperature=float(generation_config.temperature or 1.0) if generation_config.do_sample else 0.0, **given)
         texts = {"stop": options.stop, "reference": options.reference, "response_format": options.response_format,
                  "fuzzy_within": any(isinstance(mark, str) for mark in options.fuzzy_within or ())}
         if text_tokenizer is None and (name := next(filter(texts.get, texts), None)) is not None:
@@ -130,12 +129,14 @@ def custom_generate(
                      "criteria": criteria_of_row(criteria, number, len(prompts)),
                      "padding": input_ids[number, : padding[number]].tolist()} for number in range(len(prompts))]
         if options.seed is None:  # torch's global generator decides, as in model.generate
-            prepared = [{**fields, "seed": int(torch.randint(2**62, ()))} for fields in prepared]
+            for fields in prepared:
+                fields["seed"] = int(torch.randint(2**62, ()))
         requests = make_requests(pair, prompts, options, prepared=prepared)
         if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
         answers = decode_requests(pair, requests, streamer=streamer)
-    new = pad_tokens([answer.token_ids for answer in answers], pad)
+    longest = max(len(answer.token_ids) for answer in answers)
+    new = [answer.token_ids + [pad] * (longest - len(answer.token_ids)) for answer in answers]
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 
@@ -354,12 +355,6 @@ def criteria_of_row(criteria: StoppingCriteriaList, row: int, rows: int) -> Stop
         return met
 
     return StoppingCriteriaList([of_row(criterion) for criterion in criteria])
-
-
-def pad_tokens(rows: list[list[int]], pad: int | None) -> list[list[int]]:
-    """The rows, padded on the right to the length of the longest."""
-    longest = max(map(len, rows))
-    return [row + [pad] * (longest - len(row)) for row in rows]
 
 
 def split_criteria(criteria: StoppingCriteriaList) -> tuple[StoppingCriteriaList, frozenset[int], int | None]:

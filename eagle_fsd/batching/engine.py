@@ -124,7 +124,7 @@ class Engine:
         options = self._limited(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self._loop.require_room(request)
-        ticket = Ticket(request, self.model.tokenizer, request.stops)
+        ticket = Ticket(request, self.model.tokenizer)
         self._loop.add(request, ticket)
         return ticket
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..decoding.output import Output, Receipt
 from ..decoding.request import Request
-from ..utils.text import StreamedText, answer_text
+from ..utils.text import StreamedText
 
 
 class QueueFull(RuntimeError):
@@ -56,14 +56,14 @@ class Ticket:
         total_seconds: from `submit` to the end; None: it has not ended.
     """
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None, stops: Sequence[str]) -> None:
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.prompt_tokens, self.seed, self.cancelled = len(request.prompt), request.seed, False
         self.queued_seconds: float | None = None
         self.first_token_seconds: float | None = None
         self.total_seconds: float | None = None
         self._submitted = time.perf_counter()
-        self._tokenizer, self.stops = tokenizer, stops
-        self._text = None if tokenizer is None else StreamedText(tokenizer, stops)
+        self._tokenizer, self.stops = tokenizer, request.stops
+        self._text = None if tokenizer is None else StreamedText(tokenizer, self.stops)
         self._pieces: list[Piece | None] = []  # None after the last one
         self._readers: list[Callable[[Piece | None], None]] = []  # called with each piece, in the engine's thread
         self._lock = threading.Lock()  # of these two
@@ -139,23 +139,18 @@ class Ticket:
     def end(self, request: Request) -> None:
         """The request has ended."""
         self.total_seconds, error = self._seconds(), request.error
-        try:
-            output = self._whole(request) if error is None else None
-        except Exception as failed:  # in the tokenizer
-            error = failed
+        if error is None:
+            try:
+                output = request.output(self._tokenizer)
+                if self._text is not None and (rest := self._text.rest(output.text)):
+                    self._add(Piece([], [], rest))
+            except Exception as failed:  # in the tokenizer
+                error = failed
         if error is None:
             self._output.set_result(output)
         else:
             self._output.set_exception(error)
         self._add(None)
-
-    def _whole(self, request: Request) -> Output:
-        output = request.output()
-        if self._tokenizer is not None:
-            output.text = answer_text(self._tokenizer, output.token_ids, self.stops)
-            if rest := self._text.rest(output.text):
-                self._add(Piece([], [], rest))
-        return output
 
     def _seconds(self) -> float:
         return time.perf_counter() - self._submitted

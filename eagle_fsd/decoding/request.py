@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from ..acceptance import Rule, make_rule
 from ..drafting.copies import Copies, TextSource
 from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
-from ..utils.text import StreamedText
+from ..utils.text import StreamedText, answer_text
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
 
@@ -292,11 +292,12 @@ class Request:
             self.stats.prefill_seconds = self.stats.prefill_seconds or seconds  # it may end during the prefill
             self.stats.decode_seconds = seconds - self.stats.prefill_seconds
 
-    def output(self) -> Output:
-        """The result, once the answer has ended."""
+    def output(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Output:
+        """The result, once the answer has ended; with its text if there is a tokenizer."""
         assert self.reason is not None
-        return Output(self.answer, self.reason, self.seed, self.stats, self.receipts,
-                      generation_config=self.followed)
+        ids = self.answer
+        text = None if tokenizer is None else answer_text(tokenizer, ids, self.stops)
+        return Output(ids, self.reason, self.seed, self.stats, self.receipts, text, self.followed)
 
 
 def repeats(tokens: Sequence[int]) -> bool:
