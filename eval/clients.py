@@ -3,7 +3,8 @@
     python -m eval.clients --questions mt_bench.jsonl --per-category 1 --out runs/clients \\
         'vLLM=http://127.0.0.1:8000/v1' 'vLLM 0.3=http://127.0.0.1:8000/v1 {"vllm_xargs": {"eagle_fsd_threshold": 0.3}}'
 
-An arm is an endpoint as in eval.endpoints, optionally followed by a JSON object with further fields of its requests.
+An arm is an endpoint, "NAME=URL" or "NAME=URL#MODEL", optionally followed by a JSON object with further fields of its
+requests.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from eagle_fsd.cli.exits import check_counts
+from eagle_fsd.measure.endpoints import ask, read_endpoints
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eagle_fsd.measure.settings import QuestionOptions
 from eval.command import option_record, run_command
-from eval.endpoints import ask, read_endpoints
 
 
 @dataclass(frozen=True, kw_only=True)

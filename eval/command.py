@@ -20,7 +20,7 @@ def run_command(
     """Run a command and return its exit status: the result of `work` (None: 0), or that of `exit_status`.
 
     Args:
-        module: name of the module, for example "eval.benchmark".
+        module: name of the module, for example "eval.forwards".
         arguments: dataclass of the options; --help begins with its module's docstring.
         stopped: message after Ctrl-C.
     """

@@ -9,8 +9,8 @@ created on the device without a download. All parts run in turn, each synchronis
 counts. Cycles are timed with drafting and follow a context of random tokens, which makes acceptance rare; their trees
 have the depth and top_k of --tree. The floor of a forward pass is the larger of two: to read the layers' weights once,
 and to compute their multiply-adds. Both rates are measured in the same run, with products of a large weight in the same
-form, with one row and with many. For an endpoint (see eval/endpoints.py), a prompt of --context tokens is timed with 1
-and with 33 new tokens, and the difference gives the time per token.
+form, with one row and with many. For an endpoint, a prompt of --context tokens is timed with 1 and with 33 new
+tokens, and the difference gives the time per token.
 
 N nodes, R rows, L context.
 """
@@ -27,7 +27,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,15 +45,14 @@ from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.measure.endpoints import UNCACHED, ask, read_endpoints
 from eagle_fsd.measure.methods import described, pair_text
-from eagle_fsd.measure.records import decimals, markdown, record_path, write_json, write_record
+from eagle_fsd.measure.records import decimals, markdown, record_path, save_plot, write_json, write_record
 from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.linear import Int8, is_int8, pack, packed_form
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.options.generate import GenerateOptions
 from eval.command import option_record, run_command
-from eval.endpoints import UNCACHED, ask, read_endpoints
-from eval.plots import plot_forwards
 
 log = logging.getLogger(__name__)
 FORMS = {"stock": {"attn_implementation": "sdpa", "prepack": False}, "fused": {}, "int8": {"quantization": "int8"},
@@ -92,7 +91,7 @@ class ForwardsArguments:
         tree: depth and top_k of all draft trees.
         settings: acceptance rules of the cycles.
         context: tokens in the cache.
-        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL".
         rounds: timed runs of each part, of which the median counts.
         captured: first time cycles and their programs as on CUDA (uncaptured on a CPU), one after the other without
             waiting for the device between them. OUT.json has the rows so far.
@@ -366,6 +365,25 @@ def latency_table(rows: Sequence[Mapping]) -> str:
     nodes, parts = sorted({row["nodes"] for row in rows}), dict.fromkeys(row["part"] for row in rows)
     return markdown({"milliseconds": part, **{str(count): decimals(cells.get((part, count)), 1) for count in nodes}}
                     for part in parts)
+
+
+def plot_forwards(rows: Sequence[Mapping], path: Path) -> None:
+    """Plot milliseconds over the number of nodes, a line for each part with several numbers of nodes. The programs of
+    captured cycles are left out.
+
+    Args:
+        rows: see `run`.
+    """
+    def draw(axes: Any) -> None:
+        for part in dict.fromkeys(row["part"] for row in rows):
+            line = sorted((row for row in rows if row["part"] == part), key=lambda row: row["nodes"])
+            program = part.startswith("captured ") and not part.startswith("captured cycle")
+            if len(line) > 1 and not program:
+                axes.plot([row["nodes"] for row in line], [row["ms"] for row in line], marker="o", label=part)
+        axes.set(xlabel="nodes", ylabel="milliseconds", ylim=(0, None))
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+    save_plot(path, 10, 4.5, draw)
 
 
 def run(args: ForwardsArguments) -> None:

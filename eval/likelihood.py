@@ -1,9 +1,9 @@
 """Judge the answers of a comparison by their likelihood under other models, where no grader applies.
 
-    python -m eval.likelihood --answers eval/results/chat.answers.jsonl --questions mt_bench.jsonl \\
+    python -m eval.likelihood --answers runs/chat.answers/run_1/*.jsonl --questions mt_bench.jsonl \\
         --judges HuggingFaceTB/SmolLM2-135M-Instruct qwen2.5-coder-0.5b-instruct-q4_k_m.gguf --out runs/chat-judged
 
-The answers are those of `eagle-fsd calibrate` or `eval.benchmark`. Each judge reads every question in its own chat
+The answers are those of `eagle-fsd calibrate` or `eagle-fsd benchmark`. Each judge reads every question in its own chat
 template and measures the answer's nats per byte, which are comparable across tokenizers; lower is likelier. Repetitive
 answers are likely too, so the table also has the share of repeated 4-grams and the length.
 """
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import read_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.loading.load import load
 from eagle_fsd.loading.pair import EagleModel
-from eagle_fsd.measure.comparison import digest_of
+from eagle_fsd.measure.answers import digest_of, read_answers
 from eagle_fsd.measure.records import bullets, decimals, markdown, percent, shown, with_span, write_record
 from eagle_fsd.measure.settings import REFERENCE, QuestionOptions
 from eagle_fsd.measure.statistics import interval
@@ -40,14 +39,14 @@ class LikelihoodArguments(QuestionOptions):
     """Options of `eval.likelihood`.
 
     Args:
-        answers: OUT.answers.jsonl of a comparison.
+        answers: the files of a comparison, OUT.answers/run_1/*.jsonl.
         judges: models that judge: directories, Hub IDs or GGUF files.
         dtype: dtype of the judges. auto: as in eagle_fsd.load.
         reference: the method with which the others are compared.
         out: write OUT.json and OUT.md.
     """
 
-    answers: Path
+    answers: tuple[Path, ...]
     judges: tuple[str, ...]
     dtype: str = "auto"
     reference: str = REFERENCE
@@ -75,24 +74,27 @@ def nats_of(judge: EagleModel, question: Question, turns: Sequence[str]) -> floa
     return nats
 
 
-def answered(log: Path, questions: Sequence[Question], reference: str) -> list[tuple[Question, dict[str, dict]]]:
+def answered(
+    paths: Sequence[Path], questions: Sequence[Question], reference: str
+) -> list[tuple[Question, dict[str, dict]]]:
     """Each question with its records by method.
 
     Raises:
-        ValueError: the file does not exist, or has no answers of the reference or to these questions.
+        ValueError: a file does not exist, or there are no answers of the reference, or by all methods to a question.
     """
-    if not log.is_file():
-        raise ValueError(f"{log} does not exist; --answers takes OUT.answers.jsonl of a comparison")
     records: dict[str, dict[str, dict]] = {}
-    for record in read_lines(log)[1:]:
-        records.setdefault(record["asked"], {})[record["method"]] = record
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file; --answers takes OUT.answers/run_1/*.jsonl of a comparison")
+        for record in read_answers(path):
+            records.setdefault(record.get("asked"), {})[record["model_id"]] = record
     names = list(dict.fromkeys(name for by_method in records.values() for name in by_method))
     if reference not in names:
-        raise ValueError(f"{log} has no answers of {reference!r}; --reference takes one of {', '.join(names)}")
+        raise ValueError(f"there are no answers of {reference!r}; --reference takes one of {', '.join(names)}")
     complete = [(question, records[digest]) for question in questions
                 if len(records.get(digest := digest_of(question), ())) == len(names)]
     if not complete:
-        raise ValueError(f"{log} has answers by all of {', '.join(names)} to none of these questions")
+        raise ValueError(f"there are answers by all of {', '.join(names)} to none of these questions")
     return complete
 
 
@@ -105,13 +107,13 @@ def likelihood_rows(
         return nats.sum(-1) / sizes.sum(-1) - their_nats.sum(-1) / their_sizes.sum(-1)
 
     methods = list(complete[0][1])
-    sizes = {name: np.array([max(1, len("".join(records[name]["turns"]).encode())) for _, records in complete], float)
-             for name in methods}
+    texts = [{name: records[name]["choices"][0]["turns"] for name in methods} for _, records in complete]
+    sizes = {name: np.array([max(1, len("".join(each[name]).encode())) for each in texts], float) for name in methods}
     nats = {(judge, name): np.empty(len(complete)) for judge in judges for name in methods}
-    for number, (question, records) in enumerate(Progress(complete, desc="reading", unit="question")):
+    for number, (question, _) in enumerate(Progress(complete, desc="reading", unit="question")):
         for judge, model in judges.items():
             for name in methods:
-                nats[judge, name][number] = nats_of(model, question, records[name]["turns"])
+                nats[judge, name][number] = nats_of(model, question, texts[number][name])
     rows = []
     for name in methods:
         by_judge = {}

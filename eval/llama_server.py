@@ -6,7 +6,7 @@
     python -m eval.llama_server model.gguf --convert model-bf16.gguf --type bf16      # the same weights, dequantised
 
 The server handles one request at a time and runs until Ctrl-C. It keeps the last prompt for requests that ask for it
-(`"cache_prompt": true`, as eval.benchmark does in later turns), and no earlier ones. `--convert` instead writes a GGUF
+(`"cache_prompt": true`, as the benchmark does in later turns), and no earlier ones. `--convert` instead writes a GGUF
 file of another type: it dequantises the matrices and stores them in that type, and vectors in float32. It cannot undo
 quantisation errors.
 """

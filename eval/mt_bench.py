@@ -4,20 +4,16 @@
     python -m eval.mt_bench --questions mt_bench.jsonl --setting "fsd 0.2" --answers fsd.jsonl plain.jsonl
     python -m eval.mt_bench --answers fsd.jsonl exact.jsonl plain.jsonl --out runs/mt-bench
 
-The file has one line per question: question_id, answer_id, model_id, choices [{index, turns, idxs, new_tokens,
-wall_time}], tstamp. idxs counts the target's forward passes in each turn, and accept_lengths (as in Spec-Bench) the
-tokens of each pass. With several files, the command answers the questions in the first file and compares the speed of
-each with the last (eval/speed.py); without --questions it only compares. An interrupted run continues.
-`torchrun --nproc_per_node 2 -m eval.mt_bench ...` or `accelerate launch` splits the questions over processes; compare
-such timings only with runs on the same number of processes. To compare methods on one machine, prefer eval.benchmark,
-which interleaves them.
+The fields of the file are listed in eagle_fsd/measure/answers.py. With several files, the command answers the questions
+in the first one and compares the speed of each with the last (eval.speed); without --questions it only compares. A run
+that was interrupted continues. `torchrun --nproc_per_node 2 -m eval.mt_bench ...` or `accelerate launch` splits the
+questions over processes; compare such timings only with runs on the same number of processes. To compare methods on one
+machine, prefer `eagle-fsd benchmark`, which interleaves them.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,12 +29,12 @@ from eagle_fsd.cli.exits import check_counts
 from eagle_fsd.data.files import append_lines, check_same, only_writer, write_lines
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
-from eagle_fsd.measure.comparison import digest_of
+from eagle_fsd.measure.answers import answer_record, digest_of, read_answers
 from eagle_fsd.measure.methods import Method, assisted, described, engine, hf_generate
-from eagle_fsd.measure.records import environment, record_path, shown, write_json
+from eagle_fsd.measure.records import environment, record_path, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eval.command import option_record, run_command
-from eval.speed import read_answers, read_note, speed
+from eval.speed import check_files, read_note, speed
 
 # Sampling temperatures by category, from FastChat's judge; other categories are greedy.
 CATEGORY_TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
@@ -103,21 +99,12 @@ def method_of(model: EagleModel, temperature: float, seed: int, args: MtBenchArg
 
 
 def answer_question(model: EagleModel, question: Question, args: MtBenchArguments) -> dict:
-    """FastChat's record of one question, with the target's forward passes as idxs and the tokens of each pass."""
-    choices = []
+    """The record of one question."""
+    by_choice = []
     for index in range(args.num_choices):
         method = method_of(model, temperature_of(question, args.temperature), args.seed + index, args)
-        answers = converse(lambda chat, method=method: method(chat, args.max_new_tokens), question.turns)
-        counts = [len(answer.token_ids) for answer in answers]
-        lengths = [answer.accepted_lengths for answer in answers]
-        choices.append({
-            "index": index, "turns": [answer.text for answer in answers],
-            "idxs": [len(each) or count - 1 for count, each in zip(counts, lengths, strict=True)],
-            "new_tokens": counts, "wall_time": [answer.seconds for answer in answers],
-            "accept_lengths": [length + 1 for each in lengths for length in each],
-        })
-    return {"question_id": question.id, "asked": digest_of(question), "category": question.category,
-            "answer_id": uuid.uuid4().hex, "model_id": args.name, "choices": choices, "tstamp": time.time()}
+        by_choice.append(converse(lambda chat, method=method: method(chat, args.max_new_tokens), question.turns))
+    return answer_record(question, args.name, by_choice)
 
 
 def check(args: MtBenchArguments) -> None:
@@ -134,14 +121,11 @@ def check(args: MtBenchArguments) -> None:
     parse_setting(args.setting)
     if args.assisted is not None and (args.baseline or not 0 < args.assisted <= 1):
         raise ValueError(f"--assisted must be a weight in (0, 1], without --baseline, got {args.assisted}")
-    if len(args.answers) < (1 if args.questions else 2) or len(set(map(shown, args.answers))) < len(args.answers):
-        raise ValueError("--answers takes one file with --questions, or several files with different names to compare, "
-                         f"got {' '.join(map(str, args.answers)) or 'none'}")
-    if args.out is not None and len(args.answers) == 1:
-        raise ValueError("--out needs a comparison: pass several files to --answers")
-    for path in args.answers[1 if args.questions else 0 :]:
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist")
+    if args.questions and len(args.answers) == 1:
+        if args.out is not None:
+            raise ValueError("--out needs a comparison: pass several files to --answers")
+    else:
+        check_files(args.answers, begun=not args.questions)
 
 
 def settings_of(args: MtBenchArguments) -> dict:

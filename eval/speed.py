@@ -1,45 +1,66 @@
-"""Compare the speed of MT-Bench answers files with a baseline, with bootstrap intervals, for `eval.mt_bench`.
+"""Compare the speed of answers files in FastChat's format with a baseline's, the last one.
 
-Speed is new tokens per second of wall time, over the questions that all files answer. Intervals are 95% bootstrap
-percentiles over questions, and need at least five questions.
+    python -m eval.speed exact.jsonl plain.jsonl
+    python -m eval.speed runs/x.answers/run_1/{exact,no-drafting}.jsonl --out runs/speed
+
+The files are those of eval.mt_bench, of `eagle-fsd benchmark`, or of EAGLE's and Spec-Bench's own code. The tables are
+those of `benchmark`, over the questions that all files answer.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
+from tyro.conf import Positional
 
-from eagle_fsd.data.files import read_lines
-from eagle_fsd.measure.records import (
-    bullets,
-    decimals,
-    markdown,
-    percent,
-    record_path,
-    shown,
-    version_text,
-    with_span,
-    write_record,
-)
-from eagle_fsd.measure.statistics import FEWEST, places_by_category, speeds
-from eval.plots import plot_speeds
+from eagle_fsd.measure.answers import counts_of, read_answers
+from eagle_fsd.measure.comparison import legend, page_text
+from eagle_fsd.measure.records import plot_speeds, record_path, shown, version_text, write_record
+from eagle_fsd.measure.statistics import by_category
+from eval.command import run_command
 
 log = logging.getLogger(__name__)
+SAME = ("A lossless method can have less than 100%: in half precision because of ties (docs/python.md, Lossless in "
+        "half precision), in sampling because of other noise.")
 
-LEGEND = {
-    "tokens/s": "new tokens per second of wall time, including prompts; a question has all its turns and choices",
-    "speed-up, time over the baseline's (95%)": "ratios over the questions that all files answer, with bootstrap "
-    f"intervals over questions, for at least {FEWEST} questions",
-    "tau": "tokens emitted per forward pass of the target, including its own token and accepted text drafts. "
-    'EAGLE\'s tau is that of the head alone (--setting "exact text_drafts=off")',
-    "same": "share of questions with the baseline's answers. It can be below 100% for lossless methods: in half "
-    "precision because of ties (docs/python.md, Lossless in half precision), in sampling because of other noise",
-}
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedArguments:
+    """Options of `eval.speed`.
+
+    Args:
+        answers: answers files, the baseline last.
+        out: write OUT.json, OUT.md and OUT.png.
+    """
+
+    answers: Positional[tuple[Path, ...]]
+    out: Path | None = None
+
+
+def run(args: SpeedArguments) -> None:
+    check_files(args.answers)
+    print(speed(args.answers, args.out))
+
+
+def check_files(paths: Sequence[Path], begun: bool = True) -> None:
+    """Raise ValueError unless these are several files with different names.
+
+    Args:
+        begun: whether the first one must exist.
+    """
+    if len(set(map(shown, paths))) < max(2, len(paths)):
+        raise ValueError("--answers takes one file with --questions, or several files with different names to compare, "
+                         f"got {' '.join(map(str, paths)) or 'none'}")
+    for path in paths[not begun :]:
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist")
 
 
 def speed(paths: Sequence[Path], out: Path | None = None) -> str:
@@ -49,43 +70,34 @@ def speed(paths: Sequence[Path], out: Path | None = None) -> str:
         out: write OUT.json, OUT.md and OUT.png, with the provenance of the answers.
 
     Returns:
-        A Markdown table, by category and overall.
+        The tables of `page_text`.
 
     Raises:
         ValueError: damaged files, files without a common question, or answers with different limits.
     """
-    *others, baseline = paths
-    for path in others:
-        check_comparable(path, baseline)
-    rows = speed_rows(by_question({shown(path): read_answers(path) for path in paths}))
-    table = speed_table(rows)
+    for path in paths[:-1]:
+        check_comparable(path, paths[-1])
+    baseline = shown(paths[-1])
+    rows = speed_rows({shown(path): read_answers(path) for path in paths})
+    page = f"{rows['all'][0]['answers']} questions\n\n{page_text(rows, {}, baseline)}"
     if out is not None:
         notes = {shown(path): read_note(path) for path in paths}
         made = "\n".join(f"- {name}: {made_by(note)}" for name, note in notes.items() if note)
-        write_record(out, {"answers": notes, "rows": rows}, f"{made}\n\n{table}\n\n{bullets(LEGEND)}")
-        plot_speeds({category: [{"method": shown(baseline)}, *each] for category, each in rows.items()},
-                    record_path(out, ".png"))
-    return table
+        write_record(out, {"answers": notes, "rows": rows},
+                     f"{made}\n\n{page}\n\n{legend(rows['all'], baseline, baseline, SAME)}")
+        plot_speeds(rows, record_path(out, ".png"), baseline)
+    return page
 
 
-def read_answers(path: Path, repair: bool = False) -> list[dict]:
-    """The answer records of a file; `repair` as in `read_lines`.
+def speed_rows(files: Mapping[str, Sequence[dict]]) -> dict[str, list[dict]]:
+    """Rows of each file by category (see `method_rows`), relative to the last one, over all common questions: those
+    with the same content (`asked`), or the same id where a file of other code has none.
 
-    Raises:
-        ValueError: a line is not an answer.
-    """
-    records = read_lines(path, repair)
-    for number, record in enumerate(records, 1):
-        if not isinstance(record, dict) or not isinstance(record.get("choices"), list) or "question_id" not in record:
-            raise ValueError(f"{path}, line {number} is no answer of eval.mt_bench: it needs question_id and choices")
-    return records
-
-
-def by_question(files: Mapping[str, Sequence[dict]]) -> dict[str, dict[int | str, dict]]:
-    """The records of each file by question: by its content (`asked`), or by its id where a file of other code has none.
+    Args:
+        files: the records of at least two files by name.
 
     Raises:
-        ValueError: a file has two answers to one question.
+        ValueError: a file has two answers to one question, or the files have no common question.
     """
     key = "asked" if all("asked" in record for records in files.values() for record in records) else "question_id"
     found = {name: {record[key]: record for record in records} for name, records in files.items()}
@@ -93,7 +105,12 @@ def by_question(files: Mapping[str, Sequence[dict]]) -> dict[str, dict[int | str
         if len(found[name]) < len(records):
             twice, _ = Counter(record[key] for record in records).most_common(1)[0]
             raise ValueError(f"{name} has two answers to question {found[name][twice]['question_id']!r}")
-    return found
+    first = next(iter(found.values()))
+    common = [number for number in first if all(number in each for each in found.values())]
+    if not common:
+        raise ValueError("the files have no question in common")
+    return by_category([{"category": first[number].get("category", "all"), "methods": {
+        name: counts_of(each[number]) for name, each in found.items()}} for number in common], list(files)[-1])
 
 
 def read_note(answers: Path) -> dict | None:
@@ -116,20 +133,21 @@ def read_note(answers: Path) -> dict | None:
 
 def check_comparable(path: Path, baseline: Path) -> None:
     """Raise ValueError if the answers have different limits; warn about other differences in their provenance."""
+    if path.parent == baseline.parent and (path.parent / "about.json").is_file():  # of one comparison
+        return
     notes = {each: read_note(each) for each in (path, baseline)}
-    for each, note in notes.items():
-        if note is None:
-            log.warning("%s has no .meta.json: it is unknown whether its answers are comparable", each)
+    for each in (each for each, note in notes.items() if note is None):
+        log.warning("%s has no .meta.json: it is unknown whether its answers are comparable", each)
     if None in notes.values():
         return
     ours, theirs = ({**note.get("environment", {}), **note["settings"], **note.get("made_with", {})}
                     for note in notes.values())
-    for setting in ("max_new_tokens", "num_choices"):
+    for setting in ("max_new_tokens", "num_choices", "target", "temperature", "dtype", "weights", "template",
+                    "processes", "processor", "threads"):
         if ours.get(setting) != theirs.get(setting):
-            raise ValueError(f"{path} has {setting} {ours.get(setting)} and {baseline} has {theirs.get(setting)}: "
-                             "their speeds are not comparable")
-    for setting in ("target", "temperature", "dtype", "weights", "template", "processes", "processor", "threads"):
-        if ours.get(setting) != theirs.get(setting):
+            if setting in ("max_new_tokens", "num_choices"):
+                raise ValueError(f"{path} has {setting} {ours.get(setting)} and {baseline} has {theirs.get(setting)}: "
+                                 "their speeds are not comparable")
             log.warning("%s and %s differ in %s: %s and %s", path, baseline, setting, ours.get(setting),
                         theirs.get(setting))
 
@@ -141,55 +159,7 @@ def made_by(note: Mapping) -> str:
     return f"{source}; target {names['target']}, head {names['head'] or 'none'}" if names else source
 
 
-def speed_rows(files: Mapping[str, Mapping[int | str, Mapping]]) -> dict[str, list[dict]]:
-    """Rows for each file but the last, which is the baseline: over all common questions, and by category if there are
-    several.
+main = partial(run_command, "eval.speed", SpeedArguments, run)
 
-    Args:
-        files: answers by question, for at least two files by name.
-
-    Raises:
-        ValueError: the files have no common question.
-    """
-    *names, baseline = files
-    common = [number for number in files[names[0]] if all(number in each for each in files.values())]
-    if not common:
-        raise ValueError("the files have no question in common")
-    records = {name: [each[number] for number in common] for name, each in files.items()}
-    groups = places_by_category([record.get("category", "all") for record in records[names[0]]])
-    return {category: [{"method": name, **speed_row(*([records[each][place] for place in places]
-                                                      for each in (name, baseline)))} for name in names]
-            for category, places in groups.items()}
-
-
-def speed_row(method: Sequence[Mapping], baseline: Sequence[Mapping]) -> dict:
-    """Compare the records of the same questions in two files."""
-    tokens, seconds = totals(method, "new_tokens"), totals(method, "wall_time")
-    their_tokens, their_seconds = totals(baseline, "new_tokens"), totals(baseline, "wall_time")
-    emitted = [count for record in method for choice in record["choices"] for count in choice.get("accept_lengths", [])]
-    same = [[choice["turns"] for choice in ours["choices"]] == [choice["turns"] for choice in theirs["choices"]]
-            for ours, theirs in zip(method, baseline, strict=True)]
-    return {
-        "questions": len(method), **speeds(tokens, seconds, their_tokens, their_seconds),
-        "tau": sum(emitted) / len(emitted) if emitted else None,  # files of other code have no accept_lengths
-        "tokens_per_question": float(tokens.mean()), "baseline_tokens_per_question": float(their_tokens.mean()),
-        "same": sum(same) / len(same),
-    }
-
-
-def totals(records: Sequence[Mapping], name: str) -> np.ndarray:
-    """The sum over choices and turns of each question."""
-    return np.array([sum(sum(choice[name]) for choice in record["choices"]) for record in records], float)
-
-
-def speed_table(rows: Mapping[str, Sequence[Mapping]]) -> str:
-    """The rows as a Markdown table."""
-    return markdown({
-        "category": category, "answers": Path(row["method"]).stem, "questions": row["questions"],
-        "tokens/s": f"{row['tokens_per_second']:.1f}",
-        "speed-up (95%)": with_span(f"{row['speedup']:.2f}x", row["speedup_interval"]),
-        "time over the baseline's (95%)": with_span(f"{row['time']:.2f}", row["time_interval"]),
-        "tau": decimals(row["tau"]), "s/question": f"{row['seconds_per_answer']:.2f}",
-        "tokens/question": f"{row['tokens_per_question']:.0f}",
-        "baseline's": f"{row['baseline_tokens_per_question']:.0f}", "same": percent(row["same"]),
-    } for category, each in rows.items() for row in each)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,10 +31,10 @@ from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.grammar import Grammar
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.loading.pair import EagleModel
+from eagle_fsd.measure.endpoints import UNCACHED, UNPENALISED, ask, read_endpoints
 from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
 from eval.command import option_record, run_command
-from eval.endpoints import UNCACHED, UNPENALISED, ask, read_endpoints
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
 # Options of each arm, and whether it drafts forced tokens.
@@ -56,7 +56,7 @@ class StructuredArguments:
         limit: use only the first LIMIT schemas.
         max_new_tokens: most tokens in an answer; an answer that reaches it is unfinished.
         repeats: timed answers to each schema, of which the median counts.
-        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eval/endpoints.py.
+        endpoints: servers to compare with, as "NAME=URL" or "NAME=URL#MODEL"; see eagle_fsd/measure/endpoints.py.
     """
 
     out: Path

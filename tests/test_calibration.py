@@ -13,13 +13,14 @@ import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import Question
-from eagle_fsd.measure.comparison import compare, cross_fit_text, difference_text, join_seeds, recommend, record_of
+from eagle_fsd.measure.comparison import compare, cross_fit_text, difference_text, join_runs, recommend, record_of
 from eagle_fsd.measure.lost import lost_answers, lost_table
 from eagle_fsd.measure.methods import Answer, engine
 from eagle_fsd.measure.records import plot_comparison
 from eagle_fsd.measure.settings import ComparisonOptions, parse_setting
 from eagle_fsd.measure.statistics import (
     by_category,
+    by_turn,
     cross_fitted,
     drop_bound,
     drop_interval,
@@ -107,8 +108,8 @@ def test_rows_are_paired_question_by_question(tmp_path, plots):
     assert plots == {"each.png": [(name, methods) for name in panels], "one.png": [("", methods)]}
 
 
-def test_accuracy_of_several_seeds_is_judged_question_by_question(tmp_path):
-    """Of 8 questions, half answers two rightly with both seeds, and four with one."""
+def test_accuracy_of_several_runs_is_judged_question_by_question(tmp_path):
+    """Of 8 questions, half answers two rightly in both runs, and four with one."""
     asked = [question(number) for number in range(8)]
     found = []
     for seed, given in enumerate(("11100000", "11011001")):
@@ -117,8 +118,8 @@ def test_accuracy_of_several_seeds_is_judged_question_by_question(tmp_path):
                    "half": lambda chat, most, turn=turn: Answer(1.0, [2], "yes" if next(turn) else "no")}
         options = ComparisonOptions(out=tmp_path / str(seed))
         found.append(compare(methods, asked, options, {}, warm_up=0))
-    assert join_seeds(found[:1]) == found[0]
-    joined = join_seeds(found)
+    assert join_runs(found[:1]) == found[0]
+    joined = join_runs(found)
     assert [line["methods"]["exact"]["ids"] for line in joined] == [[0]] * 8
     exact, half = method_rows(joined, "exact")
     assert (exact["accuracy"], exact["drop"], exact["drop_interval"]) == (1, 0, drop_interval(0, 0, 8))
@@ -158,7 +159,7 @@ def test_lost_answers_say_where_the_first_fuzzy_token_stands():
 
 
 def test_a_comparison_goes_on_where_it_was(tmp_path):
-    asked, log, given = [], tmp_path / "x.answers.jsonl", ComparisonOptions(out=tmp_path / "x")
+    asked, log, given = [], tmp_path / "x.answers" / "run_1" / "a.jsonl", ComparisonOptions(out=tmp_path / "x")
 
     def counted(name):
         return lambda chat, most: asked.append((name, chat[0]["content"])) or Answer(1.0, [1], "yes")
@@ -175,6 +176,8 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
     assert asked == [("a", "question 2"), ("b", "question 2")]
     run("abc", 2)
     assert len(asked) == 6  # what is compared in time is timed side by side
+    kept = [json.loads(line)["question_id"] for line in log.read_text().splitlines()]
+    assert kept == [2, 0, 1]  # each answer once: those to other questions, then these in their order
     together = {name: counted(name) for name in "ab"}
     found = run("ab", 5, timed=1, together=together, workers=2)
     assert sorted(asked) == [(name, f"question {number}") for name in "ab" for number in (3, 4)]
@@ -184,23 +187,45 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
         compare({"a": counted("a")}, [question(0)], given, {"seed": 1})
 
 
-def test_the_median_time_of_repeats_counts(tmp_path):
-    seconds = iter([9.0, 3.0, 1.0, 2.0])  # the warm-up comes first
-    (line,) = compare({"a": lambda chat, most: Answer(next(seconds), [1], "yes")}, [question(0)],
-                      ComparisonOptions(out=tmp_path / "x", repeats=3), {})
-    assert line["methods"]["a"]["seconds"] == 2.0
+def test_speeds_are_means_over_runs_with_their_deviations():
+    """Two questions of one and two turns in three runs; the reference takes a second for a token."""
+    def record(tokens, seconds, lengths=()):
+        return {"asked": str(tokens), "ids": [1] * tokens, "tokens": tokens, "seconds": seconds, "lengths": lengths,
+                "forwards": len(lengths), "emitted": sum(lengths) + len(lengths), "steps": len(lengths), "timed": True,
+                "fuzzy": 0, "regret": 0.0, "repeated": 0.0, "cut_off": False, "right": None}
+
+    by_run = [[{"category": "x", "methods": {"plain": record(tokens, float(tokens)),
+                                             "fast": record(tokens, tokens / speed, lengths)}}
+               for tokens, speed, lengths in ((2, speed, [0, 1]), (6, 2 * speed, [2, 3, 0]))]
+              for speed in (1.0, 2.0, 6.0)]
+    plain, fast = method_rows(join_runs(by_run), "plain")
+    assert (plain["mean_speed"], plain["mean_speed_deviation"], plain["mean_speedup"]) == (1, 0, 1)
+    speeds = np.array([1.5, 3.0, 9.0])
+    assert fast["mean_speed"] == fast["mean_speedup"] == pytest.approx(speeds.mean())
+    assert fast["mean_speed_deviation"] == fast["mean_speedup_deviation"] == pytest.approx(speeds.std(ddof=1))
+    seconds = np.mean([2 + 6 / 2, 2 / 2 + 6 / 4, 2 / 6 + 6 / 12])
+    assert fast["tokens_per_second"] == pytest.approx(8 / seconds) and fast["time"] == pytest.approx(seconds / 8)
+    assert (fast["tau"], fast["steps"]) == (11 / 5, 2.5)
+    assert fast["accepted"] == pytest.approx([3 / 5, 2 / 3, 1 / 2, 0])  # of [0, 1, 2, 3, 0]
+    assert method_rows(by_run[0], "plain")[1]["mean_speed_deviation"] is None  # of one run
+    for lines, turns in zip(by_run, (2, 2, 1), strict=True):  # in one run the first conversation ended early
+        for line, count in zip(lines, (turns, 1), strict=True):
+            for name in line["methods"]:
+                line["methods"][name]["by_turn"] = [record(1, 1.0)] * count
+    assert {turn: rows[0]["answers"] for turn, rows in by_turn(join_runs(by_run), "plain").items()} == {"turn 1": 2}
 
 
-@pytest.mark.parametrize(("dtype", "baseline", "temperature", "said"), [
-    (torch.float32, None, 0.0, "A lossless method has 100%"),
-    (torch.float32, torch.bfloat16, 0.0, "can have less than 100% in bfloat16"),
-    (torch.bfloat16, None, 1.0, "can have less than 100% in bfloat16"),
-    (torch.float32, torch.float32, 1.0, "with other noise"),
+@pytest.mark.parametrize(("dtype", "baseline", "ours", "temperature", "said"), [
+    (torch.float32, None, True, 0.0, "A lossless method has 100%"),
+    (torch.float32, torch.bfloat16, True, 0.0, "x computes in bfloat16 and our engine in float32, so texts may differ"),
+    (torch.float32, torch.bfloat16, False, 0.0, "can have less than 100% in bfloat16"),
+    (torch.bfloat16, None, True, 1.0, "can have less than 100% in bfloat16"),
+    (torch.float32, torch.float32, True, 1.0, "with other noise"),
 ])
-def test_a_page_says_why_lossless_texts_part(dtype, baseline, temperature, said):
+def test_a_page_says_why_lossless_texts_part(dtype, baseline, ours, temperature, said):
     pair = tiny_chat_pair()
     pair.target.model.to(dtype)
-    assert said in difference_text(pair, temperature, baseline)
+    assert said in difference_text(pair, temperature, baseline and ("x", baseline), ours)
 
 
 def test_an_error_names_the_question(tmp_path):
@@ -308,6 +333,7 @@ def test_calibrate_says_what_settings_buy_and_cost(prompts, tmp_path, capsys, pl
     assert fuzzy["lost"] > 0 < fuzzy["fuzzy_share"] and fuzzy["tau"] > exact["tau"] and fuzzy["regret_per_token"] > 0
     assert record["recommended"] is None and "no setting loses at most 1 points" in said
     assert plots["found.png"] == [("", ["exact", "fsd 0", "fsd 0.6 head_guard=none"])]
-    before = (tmp_path / "found.answers.jsonl").read_bytes()
-    assert main(words) == 0
-    assert (tmp_path / "found.answers.jsonl").read_bytes() == before
+    paths = list((tmp_path / "found.answers" / "run_1").iterdir())
+    before = [path.read_bytes() for path in paths]
+    assert main(words) == 0 and len(paths) >= 4
+    assert [path.read_bytes() for path in paths] == before

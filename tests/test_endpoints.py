@@ -10,9 +10,10 @@ from llguidance import LLMatcher
 from served import here as serving
 from tiny import tiny_chat_pair
 
+from eagle_fsd.cli import main
 from eagle_fsd.decoding.grammar import grammar_of
-from eval import benchmark, clients, llama_server, structured
-from eval.endpoints import endpoint_method, read_endpoints
+from eagle_fsd.measure.endpoints import endpoint_method, read_endpoints
+from eval import clients, llama_server, structured
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -109,8 +110,8 @@ def test_what_is_no_endpoint_is_refused(text):
 def test_an_unreachable_one_is_refused_before_anything_is_loaded(tmp_path, capsys):
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"prompt": "hi"}\n')
-    assert benchmark.main(["--questions", str(questions), "--endpoints", "x=http://127.0.0.1:9/v1", "--out",
-                           str(tmp_path / "out")]) == 2
+    assert main(["benchmark", "--questions", str(questions), "--endpoints", "x=http://127.0.0.1:9/v1", "--out",
+                 str(tmp_path / "out")]) == 2
     assert "http://127.0.0.1:9/v1/models does not answer" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 

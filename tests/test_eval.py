@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from tiny import PROMPT, save_pair, small_model, tiny_chat_pair
@@ -30,7 +31,7 @@ from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.measure.settings import ComparisonOptions
 from eagle_fsd.models.linear import packed_form
 from eagle_fsd.utils import version
-from eval import benchmark, forwards, likelihood, memory, quantisation
+from eval import forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
 QUESTIONS = [
@@ -137,13 +138,24 @@ def test_cycles_are_observed_as_they_were_accepted(model):
                    if taken and parent >= 0)
 
 
-# eval.benchmark, eagle-fsd calibrate
+# eagle-fsd benchmark, eagle-fsd calibrate
+
+
+def read_run(out, run=1):
+    """All records of a run, and about.json."""
+    folder = out.with_name(f"{out.name}.answers") / f"run_{run}"
+    records = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return records, json.loads((folder / "about.json").read_text())
+
+
+def ids_of(records):
+    return {(record["asked"], record["model_id"]): record["ids"] for record in records}
 
 
 def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_model, tmp_path, capsys, plots):
     out = tmp_path / "results" / "run"
-    assert benchmark.main(["--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "0",
-                           "--settings", "fsd 0.3", "--tree", "8,3,2", "--out", str(out)]) == 0
+    assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path), "--max-new-tokens", "6",
+                              "--warm-up", "0", "--settings", "fsd 0.3", "--tree", "8,3,2", "--out", str(out)]) == 0
     record = json.loads((tmp_path / "results" / "run.json").read_text())
     assert record["environment"]["torch"] and record["tree"].startswith("TreeConfig")
     assert {category: rows[0]["answers"] for category, rows in record["rows"].items()} == {
@@ -174,15 +186,71 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
     assert "exact" in plots["run.png"][0][1]
 
 
+def test_answers_are_compared_with_those_of_our_engine(chat_model, tmp_path):
+    """The stock model's are others where it computes in another dtype: here with other weights."""
+    other = tiny_chat_pair(seed=5).target.model.bfloat16()
+    vars(chat_model)["stock"] = other
+    words = ["benchmark", "--questions", write_questions(tmp_path), "--max-new-tokens", "6", "--warm-up", "0",
+             "--settings", "--tree", "8,3,2", "--out", str(tmp_path / "run")]
+    assert eagle_fsd_command(words) == 0
+    record = json.loads((tmp_path / "run.json").read_text())
+    same = {row["method"]: row["same_answers"] for row in record["rows"]["all"]}
+    assert same.pop("model.generate") == same.pop("prompt lookup") == 0 and set(same.values()) == {1}
+    assert (record["reference"], record["texts"]) == ("model.generate", "no drafting")
+    page = " ".join((tmp_path / "run.md").read_text().split())
+    assert "answers with the same tokens as no drafting's;" in page
+    assert "model.generate computes in bfloat16 and our engine in float32, so texts may differ from its." in page
+
+
+def spec_bench_speed(path, base, tokenizer, task):
+    """What `speed` of Spec-Bench's evaluation/speed.py computes (hemingkx/Spec-Bench at 132ba4c), in our words."""
+    def asked(file):
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        eight = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+        categories = eight if task == "mt_bench" else [task]
+        return [line["choices"][0] for line in lines if task == "overall" or line["category"] in categories]
+
+    ours = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in asked(path)]
+    accepted = [count for choice in asked(path) for count in choice["accept_lengths"]]
+    theirs = [sum(len(tokenizer(turn).input_ids) - 1 for turn in choice["turns"]) / sum(choice["wall_time"])
+              for choice in asked(base)]
+    return np.mean(ours), np.mean(theirs), np.mean(ours) / np.mean(theirs), accepted
+
+
+def test_spec_bench_reads_the_same_numbers_from_our_files(chat_model, tmp_path):
+    """Means over three runs with their deviations, of each of its tasks, as its `get_mean_speedup` has them."""
+    tasks = {"writing": "mt_bench", "math": "mt_bench", "translation": "translation", "qa": "qa", "rag": "rag"}
+    questions = [{"question_id": i, "category": category, "turns": ["ab", "c"] if i < 2 else ["d" * i]}
+                 for i, category in enumerate([*tasks, "translation"])]
+    out = tmp_path / "run"
+    assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8",
+                              "--warm-up", "0", "--runs", "3", "--settings", "--tree", "8,3,2", "--out", str(out),
+                              "--leave-out", "model.generate"]) == 0
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert list(rows) == ["all", "mt-bench", "translation", "qa", "rag"] and rows["mt-bench"][0]["answers"] == 2
+    for task, name in {"overall": "all", "mt_bench": "mt-bench", "translation": "translation", "rag": "rag"}.items():
+        folders = [tmp_path / "run.answers" / f"run_{number}" for number in (1, 2, 3)]
+        speeds, _, ratios, accepted = zip(*(spec_bench_speed(
+            folder / "exact.jsonl", folder / "prompt-lookup.jsonl", chat_model.tokenizer, task)
+            for folder in folders), strict=True)
+        (row,) = [row for row in rows[name] if row["method"] == "exact"]
+        assert row["mean_speed"] == pytest.approx(np.mean(speeds))
+        assert row["mean_speed_deviation"] == pytest.approx(np.std(speeds, ddof=1))
+        assert row["mean_speedup"] == pytest.approx(np.mean(ratios))
+        assert row["mean_speedup_deviation"] == pytest.approx(np.std(ratios, ddof=1))
+        assert row["tau"] == pytest.approx(np.mean([count for each in accepted for count in each]))
+    assert "| mt-bench | 2 | " in out.with_suffix(".md").read_text() and " ± " in out.with_suffix(".md").read_text()
+
+
 def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch):
     """The counts of the turns add up to those of the answers; other forms are methods under their own names."""
     loaded = []
     monkeypatch.setattr(
         Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization)) or chat_model)
     out = tmp_path / "run"
-    assert benchmark.main(["--questions", write_questions(tmp_path), "--then", "more", "--limit", "2", "--repeats", "3",
-                           "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8", "bfloat16",
-                           "--reread", "--tree", "8,3,2", "--out", str(out)]) == 0
+    assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path), "--then", "more", "--limit", "2",
+                              "--runs", "2", "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8",
+                              "bfloat16", "--reread", "--tree", "8,3,2", "--out", str(out)]) == 0
     assert loaded == [("auto", None), ("auto", "int8"), ("bfloat16", None)]
     record, names = json.loads(out.with_suffix(".json").read_text()), ["no drafting", "EAGLE-2 (head alone)", "exact"]
     forms = list(record["also"])
@@ -191,8 +259,7 @@ def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch)
         "model.generate", "prompt lookup", *names, *(f"{form}, {name}" for form in forms for name in names)]
     assert {turn: rows[0]["answers"] for turn, rows in record["turns"].items()} == {
         "turn 1": 2, "turn 2": 2, "turn 3": 1}
-    for line in out.with_suffix(".answers.jsonl").read_text().splitlines()[1:]:
-        line = json.loads(line)
+    for line in read_run(out, 2)[0]:
         for key in ("tokens", "forwards", "emitted"):
             assert sum(turn[key] for turn in line["by_turn"]) == line[key]
     page = out.with_suffix(".md").read_text()
@@ -207,9 +274,8 @@ def test_a_benchmark_in_batches_gives_the_answers_of_single_questions(chat_model
                  "--temperature", temperature, "--settings", "--tree", "8,3,2", "--out"]
         ids = []
         for name, more in (("alone", ["--leave-out", "prompt lookup"]), ("rows", ["--rows", "2"])):
-            assert benchmark.main([*words, str(tmp_path / f"{name}-{temperature}"), *more]) == 0
-            log = (tmp_path / f"{name}-{temperature}.answers.jsonl").read_text().splitlines()
-            ids.append({(line["asked"], line["method"]): line["ids"] for line in map(json.loads, log[1:])})
+            assert eagle_fsd_command(["benchmark", *words, str(tmp_path / f"{name}-{temperature}"), *more]) == 0
+            ids.append(ids_of(read_run(tmp_path / f"{name}-{temperature}")[0]))
         stock = ("model.generate", "model.generate, static cache")
         assert len(ids[0]) == 15 and ids[0].keys() == ids[1].keys()
         for key, found in ids[0].items():  # torch's noise depends on the batch, ours on the prompt
@@ -221,21 +287,22 @@ def test_a_benchmark_in_batches_gives_the_answers_of_single_questions(chat_model
 
 
 def test_a_benchmark_ends_after_some_minutes_and_continues(chat_model, tmp_path, caplog):
-    words = ["--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--warm-up", "0", "--settings",
-             "--tree", "8,3,2", "--leave-out", "model.generate", "prompt lookup", "--out", str(tmp_path / "run")]
-    assert benchmark.main([*words, "--minutes", "1e-9"]) == 0
+    words = ["benchmark", "--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--warm-up", "0",
+             "--settings", "--tree", "8,3,2", "--leave-out", "model.generate", "prompt lookup",
+             "--out", str(tmp_path / "run")]
+    assert eagle_fsd_command([*words, "--minutes", "1e-9"]) == 0
     assert "2 of 3 questions are missing, and the same command continues" in caplog.text
     record = json.loads((tmp_path / "run.json").read_text())
     assert [row["method"] for row in record["rows"]["all"]] == ["no drafting", "EAGLE-2 (head alone)", "exact"]
     assert record["rows"]["all"][0]["answers"] == 1 and record["baseline_dtype"] is None
-    assert benchmark.main(words) == 0
+    assert eagle_fsd_command(words) == 0
     assert json.loads((tmp_path / "run.json").read_text())["rows"]["all"][0]["answers"] == 3
 
 
 @pytest.mark.parametrize("names", [["model.generator"], ["model.generate", "prompt lookup", "no drafting", "exact"]])
 def test_methods_that_are_not_there_or_all_but_one_cannot_be_left_out(chat_model, tmp_path, capsys, names):
-    assert benchmark.main(["--questions", write_questions(tmp_path), "--settings", "--tree", "8,3,2", "--out",
-                           str(tmp_path / "x"), "--leave-out", *names]) == 2
+    assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path), "--settings", "--tree", "8,3,2",
+                              "--out", str(tmp_path / "x"), "--leave-out", *names]) == 2
     assert "--leave-out takes names of methods and leaves at least two, got " in capsys.readouterr().err
 
 
@@ -249,7 +316,8 @@ def test_methods_that_are_not_there_or_all_but_one_cannot_be_left_out(chat_model
 ])
 def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Loading, "load", lambda self, *tree: pytest.fail("loaded"))
-    assert benchmark.main(["--questions", write_questions(tmp_path), "--out", str(tmp_path / "x"), *more]) == 2
+    assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path), "--out", str(tmp_path / "x"),
+                              *more]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -257,27 +325,28 @@ def test_calibrate_times_some_questions_and_answers_the_others_in_batches(
         chat_model, tmp_path, monkeypatch, capsys, plots):
     questions = [{"prompt": letter, "answer": "x"} for letter in "abcdefg"]
     words = ["calibrate", "--questions", write_questions(tmp_path, questions), "--max-new-tokens", "8", "--tree",
-             "8,3,2", "--settings", "fsd 0.5 head_guard=none", "--batch", "3", "--timed", "2", "--out",
-             str(tmp_path / "q")]
+             "8,3,2", "--settings", "fsd 0.5 head_guard=none", "--also", "int8", "--batch", "3", "--timed", "2",
+             "--out", str(tmp_path / "q")]
     assert eagle_fsd_command(words) == 0
     record = json.loads((tmp_path / "q.json").read_text())
-    exact, fuzzy = record["rows"]["all"]
+    exact, fuzzy, int8 = record["rows"]["all"]
+    assert (int8["method"], int8["answers"], int8["same_answers"]) == ("int8, exact", 7, 1)  # here the same pair
     assert (exact["answers"], exact["timed"], exact["graded"]) == (7, 2, 7) and fuzzy["tau"] > exact["tau"] > 1
     assert record["recommended"] is None and "answers 0.0% correctly" in record["conclusion"]
     alone = [word for word in words if word not in ("--batch", "3")]
     assert eagle_fsd_command([*alone[:-1], str(tmp_path / "alone")]) == 0
     texts = []
     for name in ("q", "alone"):
-        lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()[1:]]
-        texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
-        together = [line for line in lines if not line["timed"] and line["method"] == "exact"]
+        lines = read_run(tmp_path / name)[0]
+        texts.append(ids_of(lines))
+        together = [line for line in lines if not line["timed"] and line["model_id"] == "exact"]
         assert len(together) == 5 * (name == "q") and all(line["emitted"] == line["forwards"] for line in together)
     assert texts[0] == texts[1]  # in a batch each is answered as alone; exact answers without drafting
-    first = json.loads((tmp_path / "q.answers.jsonl").read_text().splitlines()[1])
-    monkeypatch.setattr(comparison, "CODE_END", first["turns"][0][2:4])
+    first = read_run(tmp_path / "q")[0][0]["choices"][0]["turns"][0]
+    monkeypatch.setattr(comparison, "CODE_END", first[2:4])
     assert eagle_fsd_command([*words[:-1], str(tmp_path / "stopped"), "--stop-after-code"]) == 0
-    begun, stopped = map(json.loads, (tmp_path / "stopped.answers.jsonl").read_text().splitlines()[:2])
-    assert stopped["turns"] == [first["turns"][0][:2]] and begun["stop"] == first["turns"][0][2:4]
+    records, about = read_run(tmp_path / "stopped")
+    assert records[0]["choices"][0]["turns"] == [first[:2]] and about["stop"] == first[2:4]
     assert "exact" in plots["q.png"][0][1]
 
 
@@ -286,7 +355,7 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
     words = ["calibrate", "--questions", write_questions(tmp_path), "--max-new-tokens", "4", "--tree", "8,3,2",
              "--settings", "fsd 0.3", "--out", str(tmp_path / "q")]
     assert eagle_fsd_command(words) == 0
-    before = (tmp_path / "q.answers.jsonl").read_bytes()
+    before = read_run(tmp_path / "q")
     assert eagle_fsd_command(words) == 0  # nothing changed, nothing is answered again
     assert eagle_fsd_command([*words, "--points", "2"]) == 0  # of the recommendation alone
     assert eagle_fsd_command([*words, "--limit", "2"]) == 0
@@ -294,7 +363,6 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
                        (["--text-drafts", "off"], "text_drafts (was auto, now off)"),
                        (["--batch", "2"], "batch (was 1, now 2)"), (["--run-code"], "run_code (was False, now True)"),
                        (["--temperature", "1"], "temperature (was 0.0, now 1.0)"),
-                       (["--repeats", "2"], "repeats (was 1, now 2)"),
                        (["--stop-after-code"], "stop (was None, now "), (["--tree", "4,2,2"], "tree (was TreeConfig"),
                        (["--max-new-tokens", "5"], "max_new_tokens (was 4, now 5)")):
         assert eagle_fsd_command([*words, *more]) == 2
@@ -325,26 +393,27 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(where, attribute, value)
             assert_refused(name)
-    assert eagle_fsd_command(words) == 0 and (tmp_path / "q.answers.jsonl").read_bytes() == before
+    assert eagle_fsd_command(words) == 0 and read_run(tmp_path / "q") == before
 
 
-def test_calibrate_with_several_seeds(chat_model, tmp_path, capsys):
-    """Each seed has its log; the first is timed, and what is not of accuracy is its."""
+def test_runs_have_their_own_seeds_and_answers(chat_model, tmp_path):
+    """Accuracy and speeds are over all runs, and all else is of the first."""
     questions = write_questions(tmp_path, [{"prompt": letter, "answer": "x"} for letter in "abc"])
     words = ["calibrate", "--prompts", questions, "--max-new-tokens", "8", "--tree", "8,3,2", "--settings",
-             "fsd 0.5 head_guard=none", "--batch", "2", "--timed", "1", "--out", str(tmp_path / "q"), "--seeds", "2"]
-    assert eagle_fsd_command(words) == 2 and "--seeds must be 1 at temperature 0" in capsys.readouterr().err
-    assert eagle_fsd_command([*words, "--temperature", "1"]) == 0
-    assert "accuracy of 2 seeds" in (tmp_path / "q.md").read_text()
+             "fsd 0.5 head_guard=none", "--batch", "2", "--timed", "1", "--out", str(tmp_path / "q"), "--runs", "2",
+             "--temperature", "1"]
+    assert eagle_fsd_command(words) == 0
+    assert ", 2 runs\n" in (tmp_path / "q.md").read_text()
     texts = []
-    for name in ("q", "q.seed1"):
-        _, *lines = [json.loads(line) for line in (tmp_path / f"{name}.answers.jsonl").read_text().splitlines()]
-        assert len(lines) == 6 and sum(line["timed"] for line in lines) == (2 if name == "q" else 0)
-        texts.append({(line["asked"], line["method"]): line["ids"] for line in lines})
+    for run in (1, 2):
+        lines, about = read_run(tmp_path / "q", run)
+        assert len(lines) == 6 and sum(line["timed"] for line in lines) == 2 and about["seed"] == run - 1
+        texts.append(ids_of(lines))
     assert texts[0] != texts[1]
     exact = json.loads((tmp_path / "q.json").read_text())["rows"]["all"][0]
     assert exact["answers"] == 3 and exact["tokens_per_answer"] * 3 == sum(
         len(ids) for (_, name), ids in texts[0].items() if name == "exact")
+    assert exact["mean_speed"] > 0 < exact["mean_speed_deviation"]
 
 
 def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, capsys):
@@ -352,15 +421,15 @@ def test_judges_say_how_likely_answers_are(chat_model, tmp_path, monkeypatch, ca
     asked = write_questions(tmp_path)
     assert eagle_fsd_command(["calibrate", "--questions", asked, "--max-new-tokens", "8", "--tree", "8,3,2",
                               "--settings", "fsd 0.5 head_guard=none", "--out", str(tmp_path / "q")]) == 0
-    log = tmp_path / "q.answers.jsonl"
-    words = ["--answers", str(log), "--questions", asked, "--judges", "tiny", "--out", str(tmp_path / "judged")]
+    logs = sorted(map(str, (tmp_path / "q.answers" / "run_1").glob("*.jsonl")))
+    words = ["--answers", *logs, "--questions", asked, "--judges", "tiny", "--out", str(tmp_path / "judged")]
     assert likelihood.main(words) == 0
     exact, fuzzy = json.loads((tmp_path / "judged.json").read_text())["rows"]
     nats, sizes, number = 0.0, 0, 0
-    for record in map(json.loads, log.read_text().splitlines()[1:]):  # in the order of the questions
-        if record["method"] == "exact":
+    for record in read_run(tmp_path / "q")[0]:  # in the order of the questions
+        if record["model_id"] == "exact":
             chat, turns, number = [], QUESTIONS[number]["turns"], number + 1
-            for turn, text in zip(turns, record["turns"], strict=True):
+            for turn, text in zip(turns, record["choices"][0]["turns"], strict=True):
                 chat.append({"role": "user", "content": turn})
                 prompt = encode_prompt(chat, chat_model)
                 ids = torch.tensor([[*prompt, *chat_model.tokenizer.encode(text, add_special_tokens=False)]])
@@ -432,8 +501,7 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch, capsys):
     pair = tiny_chat_pair()
     monkeypatch.setattr(Loading, "load", lambda self, *tree: pair)
     questions = write_questions(tmp_path)
-    assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--tree",
-                              "8,3,2", "--blocks", "1", "64", "--out", str(tmp_path / "both")]) == 0
+    assert quantisation.main(["--likelihood", questions, "--blocks", "1", "64", "--out", str(tmp_path / "both")]) == 0
     record = json.loads((tmp_path / "both.json").read_text())
     assert record["by_block"] == [{"rotated by": block, "KL": 0, "same best token": 1} for block in (1, 64)]
     found = record["likelihood"]
@@ -443,18 +511,9 @@ def test_int8_is_compared_with_what_is_stored(tmp_path, monkeypatch, capsys):
     with torch.no_grad():
         losses = [cross_entropy(pair.target.model(ids).logits[0, :-1], ids[0, 1:]).item() for ids in texts]
     assert found["perplexity, int8"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
-    assert [row["method"] for row in record["rows"]["all"]] == ["as stored", "int8"]
     (tmp_path / "short.jsonl").write_text('{"prompt": ""}\n')
-    assert quantisation.main(["--likelihood", str(tmp_path / "short.jsonl"), "--questions", questions, "--out",
-                              str(tmp_path / "short")]) == 2
+    assert quantisation.main(["--likelihood", str(tmp_path / "short.jsonl"), "--out", str(tmp_path / "short")]) == 2
     assert "short.jsonl has no text of 2 tokens or more" in capsys.readouterr().err
-    first = json.loads((tmp_path / "both.answers.jsonl").read_text().splitlines()[1])["turns"][0]
-    monkeypatch.setattr(quantisation, "CODE_END", first[2:4])
-    assert quantisation.main(["--likelihood", questions, "--questions", questions, "--max-new-tokens", "6", "--batch",
-                              "2", "--timed", "1", "--stop-after-code", "--out", str(tmp_path / "batched")]) == 0
-    assert json.loads((tmp_path / "batched.answers.jsonl").read_text().splitlines()[1])["turns"][0] == first[:2]
-    batched = json.loads((tmp_path / "batched.json").read_text())["rows"]["all"]
-    assert [row["timed"] for row in batched] == [1, 1] and [row["same_answers"] for row in batched] == [1, 1]
 
 
 @pytest.mark.slow

@@ -1,17 +1,22 @@
 """The MT-Bench command and its speeds: formats, both turns, resuming, FastChat's file, intervals."""
 
+import io
 import json
 import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny import save_pair, tiny_chat_pair
 
 from eagle_fsd.cli.arguments import parse_options
-from eagle_fsd.data.questions import Question, read_questions
+from eagle_fsd.data.questions import PUBLIC, Question, read_questions
+from eagle_fsd.measure.answers import read_answers
 from eval import mt_bench
 from eval.mt_bench import MtBenchArguments, run, temperature_of
-from eval.speed import by_question, read_answers, speed, speed_rows
+from eval.speed import speed, speed_rows
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["hi", "and"]},
@@ -55,7 +60,7 @@ def parse_as_fastchat(path) -> dict:
 def test_both_turns_are_answered_in_fastchats_format(place, capsys):
     run(options(place, "plain.jsonl", "--baseline"))
     run(options(place, "exact.jsonl", str(place / "plain.jsonl"), "--setting", "exact"))
-    assert "| all | exact | 3 | " in capsys.readouterr().out  # the speed beside the other file
+    assert "exact.jsonl | " in capsys.readouterr().out  # the speed beside the other file
     exact, plain = (parse_as_fastchat(place / name) for name in ("exact.jsonl", "plain.jsonl"))
     assert list(exact) == list(plain) == [81, 82, 83]
     for number, record in exact.items():
@@ -105,7 +110,8 @@ def test_another_pair_or_question_of_the_same_name_does_not_continue_a_file(plac
         questions.write_text("\n".join(map(json.dumps, records)))
         run(options(tmp_path, "a.jsonl"))
     assert [record["question_id"] for record in read_answers(tmp_path / "a.jsonl")] == [83, 81, 82, 83, 81, 82, 83]
-    assert speed([tmp_path / "a.jsonl", shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")]).count(" 7 |") == 1
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert speed([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]).startswith("7 questions")
     foreign = [{key: value for key, value in record.items() if key != "asked"}
                for record in read_answers(tmp_path / "a.jsonl")]
     (tmp_path / "foreign.jsonl").write_text("\n".join(map(json.dumps, foreign)) + "\n")
@@ -185,6 +191,43 @@ def test_formats_are_recognised(tmp_path, name):
     assert read_questions(tmp_path / "q.jsonl") == [expected]
 
 
+# Columns of the public sets on the hub; Spec-Bench is a file like MT-Bench's.
+PUBLIC_ROWS = {
+    "mt_bench": ({"category": "math", "prompt": ["a", "b"], "reference": [], "prompt_id": 12},
+                 Question(12, "math", ("a", "b"))),
+    "spec_bench": ({"question_id": 3, "category": "rag", "turns": ["a"]}, Question(3, "rag", ("a",))),
+    "humaneval": FORMATS["humaneval"],
+    "mbpp": ({**FORMATS["mbpp"][0], "challenge_test_list": []}, FORMATS["mbpp"][1]),
+    "gsm8k": FORMATS["gsm8k"],
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_sets_are_loaded_by_name(tmp_path, monkeypatch, name):
+    """Unless there is a file of that name. The hub and the network are replaced."""
+    monkeypatch.chdir(tmp_path)
+    (row, question), asked = PUBLIC_ROWS[name], []
+    datasets = SimpleNamespace(load_dataset=lambda **source: asked.append(source) or [row])
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: asked.append(url) or io.BytesIO(
+        json.dumps(row).encode() + b"\n\n"))
+    assert read_questions(Path(name)) == [question] and asked == [PUBLIC[name]]
+    (tmp_path / name).write_text('{"prompt": "mine"}')
+    assert read_questions(Path(name)) == [Question(1, "prompts", ("mine",))] and len(asked) == 1
+
+
+def test_public_sets_that_cannot_be_loaded_say_why(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="gsm8k is no file here; .* install the package `datasets`"):
+        read_questions(Path("gsm8k"))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda **_: 1 / 0))
+    with pytest.raises(OSError, match="gsm8k is no file here, and openai/gsm8k cannot be loaded .*give a file"):
+        read_questions(Path("gsm8k"))
+    with pytest.raises(ValueError, match="got gsm9k, which is no file and none of the public sets mt_bench, "):
+        read_questions(Path("gsm9k"))
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [("", "no question"), ("[1]", "line 1: not a JSON object"), ('{"x": 1}', "line 1: no known format"),
@@ -199,29 +242,28 @@ def test_bad_question_files_say_where(tmp_path, text, match):
         read_questions(tmp_path / "q.jsonl")
 
 
-def answers(speeds: list[float], category=lambda number: "odd" if number % 2 else "even") -> dict:
+def answers(speeds: list[float], category=lambda number: "odd" if number % 2 else "even") -> list[dict]:
     """Answers of 100 tokens in 25 forwards, at the given speeds."""
-    return {
-        i: {"category": category(i), "choices": [
-            {"turns": ["a", "b"], "new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
-        for i, s in enumerate(speeds)
-    }
+    return [{"question_id": i, "category": category(i), "choices": [
+        {"turns": ["a", "b"], "new_tokens": [60, 41], "wall_time": [60 / s, 41 / s], "accept_lengths": [4] * 25}]}
+        for i, s in enumerate(speeds)]
 
 
 def test_speeds_are_totals_and_intervals_cover_them():
     rng = np.random.default_rng(0)
     rows = speed_rows({"a": answers(list(rng.uniform(150, 250, 40))), "b": answers([200.0] * 50),
                        "plain": answers([100.0] * 41)})
-    assert {category: [(row["method"], row["questions"]) for row in each] for category, each in rows.items()} == {
-        category: [("a", count), ("b", count)] for category, count in (("all", 40), ("even", 20), ("odd", 20))}
-    for row, _ in rows.values():
+    assert {category: [(row["method"], row["answers"]) for row in each] for category, each in rows.items()} == {
+        category: [(name, count) for name in ("a", "b", "plain")]
+        for category, count in (("all", 40), ("even", 20), ("odd", 20))}
+    for row, *_ in rows.values():
         assert row["speedup_interval"][0] < row["speedup"] < row["speedup_interval"][1] and row["tau"] == 4
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / 100)
     without = [answers([rate], category=lambda number: "all") for rate in (200.0, 100.0)]  # questions of no category
     assert list(speed_rows(dict(zip("ab", without, strict=True)))) == ["all"]
     with pytest.raises(ValueError, match="no question in common"):
-        speed_rows({"a": without[0], "b": {}})
-    for record in without[0].values():  # as other code writes answers
+        speed_rows({"a": without[0], "b": []})
+    for record in without[0]:  # as other code writes answers
         del record["choices"][0]["accept_lengths"]
     assert speed_rows(dict(zip("ab", without, strict=True)))["all"][0]["tau"] is None
 
@@ -229,8 +271,7 @@ def test_speeds_are_totals_and_intervals_cover_them():
 def stored_answers(folder, method=None, baseline=None):
     """Two files of answers with such settings in their notes; None: without a note."""
     for name, rate, settings in (("fast", 200.0, method), ("plain", 100.0, baseline)):
-        records = [{**record, "question_id": i} for i, record in answers([rate] * 4).items()]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, answers([rate] * 4))) + "\n")
         about = {"environment": {"command": f"made {name}", "commit": "abc"}, "settings": settings}
         if settings is not None:
             (folder / f"{name}.meta.json").write_text(json.dumps(about))
@@ -243,13 +284,14 @@ def test_speeds_are_stored_with_how_the_answers_were_made(tmp_path, monkeypatch,
     words = ["--answers", *(path.name for path in paths), "--out", "out"]
     assert mt_bench.main(words) == 0
     record = json.loads((tmp_path / "out.json").read_text())
-    assert record["rows"] == speed_rows(by_question({path.name: read_answers(path) for path in paths}))
+    assert record["rows"] == speed_rows({path.name: read_answers(path) for path in paths})
     assert record["answers"]["fast.jsonl"]["environment"]["command"] == "made fast"
-    assert record["rows"]["all"][0]["speedup"] == pytest.approx(2) and record["rows"]["all"][0]["same"] == 1
+    fast = record["rows"]["all"][0]
+    assert fast["speedup"] == fast["mean_speedup"] == pytest.approx(2) and fast["same_answers"] == 1
     page = (tmp_path / "out.md").read_text()
     assert "- plain.jsonl: `made plain` by commit abc\n" in page and not caplog.text  # older notes do not name the pair
-    row = "| all | fast | 4 | 200.0 | 2.00x | 0.50 |"
-    assert row in page and row in capsys.readouterr().out and "- **tau**: tokens emitted per forward" in page
+    row = "| fast.jsonl | 200.0 | 2.00x | 0.50 | 200.0 | 0.51 | 101 | 4.00 | 100% |\n"
+    assert row in page and row in capsys.readouterr().out and "- **tau**: tokens emitted per verify forward" in page
     assert plots["out.png"]
     note = tmp_path / "fast.meta.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "names": {"target": "T (1 B)", "head": "H (1 M)"}}))

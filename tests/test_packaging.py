@@ -111,20 +111,25 @@ def test_the_changelog_begins_with_the_version(declared):
 
 @pytest.mark.slow
 def test_what_is_installed_generates_outside_the_checkout(tmp_path):
-    """What a wheel holds, where nothing of the checkout is found: generating, training, the command line, its data."""
+    """What a wheel holds, where nothing of the checkout is found: generating, training, the command line and its
+    benchmark, data."""
     build = ["setup.py", "-q", "build", "--build-base", str(tmp_path / "build"), "--build-lib", str(tmp_path / "site")]
     subprocess.run([sys.executable, *build], cwd=ROOT, check=True, capture_output=True)
     save_pair(tmp_path, tiny_chat_pair())
+    (tmp_path / "q.jsonl").write_text('{"prompt": "hi"}')
     code = ("import pathlib, eagle_fsd, eagle_fsd.train.train_draft_head; from eagle_fsd.cli import main\n"
             "try: eagle_fsd.train.teacher.read_index(pathlib.Path('nowhere'))\n"
             "except ValueError as error: print(error)\n"
             "assert 'site' in eagle_fsd.__file__; main(['heads']); "
+            "print(main('benchmark --target target --draft head --questions q.jsonl --tree 8,3,2 --max-new-tokens 4 "
+            "--settings --warm-up 0'.split())); "
             "model = eagle_fsd.load('target', 'head', tree=None); "
             "print(len(eagle_fsd.generate('hello', model, max_new_tokens=8).token_ids))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "", "EAGLE_FSD_CACHE": str(tmp_path)})
     assert "nowhere has no features from eagle_fsd.train.features" in done.stdout
-    assert "EAGLE" in done.stdout and done.stdout.endswith("\n8\n"), done.stderr
+    assert "EAGLE" in done.stdout and done.stdout.endswith("\n0\n8\n"), done.stderr
+    assert (tmp_path / "benchmark.answers" / "run_1" / "exact.jsonl").is_file()
     assert (tmp_path / "site/eagle_fsd/checkpoints/smollm2-135m-instruct-eagle2/model.safetensors").is_file()
     assert (tmp_path / "site/eagle_fsd/train/fsdp.yaml").is_file()
     assert not list((tmp_path / "site").rglob("small-target"))

@@ -14,6 +14,7 @@ from ..options.load import LoadOptions
 from ..options.option import REPLACEMENTS
 from ..utils.openmp import choose_wait_policy
 from .arguments import parse_options
+from .benchmark import BenchmarkCommand
 from .cache import CacheCommand
 from .calibrate import CalibrateCommand
 from .chat import ChatCommand
@@ -31,6 +32,7 @@ COMMANDS = {
     "serve": ServeCommand,
     "heads": HeadsCommand,
     "heads check": CheckCommand,
+    "benchmark": BenchmarkCommand,
     "calibrate": CalibrateCommand,
     "tune": TuneCommand,
     "inspect": InspectCommand,
@@ -38,7 +40,7 @@ COMMANDS = {
     "vocab": VocabCommand,
     "cache": CacheCommand,
 }
-DECODING = ("generate", "chat", "demo", "serve", "calibrate", "tune")
+DECODING = ("generate", "chat", "demo", "serve", "benchmark", "calibrate", "tune")
 Command = Union[tuple(COMMANDS.values())]  # noqa: UP007  (built from a list)
 
 

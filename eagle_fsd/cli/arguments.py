@@ -37,7 +37,7 @@ def parse_options(options: type[T], argv: Sequence[str] | None = None, *, progra
     Args:
         options: the dataclass. The fields of a field that is a dataclass, such as `Loading`, are flags too.
         argv: words of the command line; None: those of this process.
-        program: program name in messages, such as "python -m eval.benchmark"; None: that of the file.
+        program: program name in messages, such as "python -m eval.forwards"; None: that of the file.
         description: beginning of the help; None: from the docstring.
         default: values of flags that are absent; None: the defaults of the fields.
 

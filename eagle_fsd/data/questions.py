@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import urllib.request
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +17,14 @@ from .files import parse_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Public sets by name: arguments of `datasets.load_dataset`, or the address of a file.
+PUBLIC: dict[str, dict[str, str] | str] = {
+    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+    "spec_bench": "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+}
 
 
 @dataclass(frozen=True)
@@ -75,29 +85,59 @@ def converse_together(
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSON lines file; the keys of each line determine its format.
+    """The questions of a JSON lines file, or of a public set if there is no file and the path is its name. The keys of
+    each line determine its format.
 
     Raises:
         ValueError: there is no file or no question, a line is no JSON object or has no known format, or an id occurs
             twice.
+        ImportError, OSError: a public set cannot be loaded.
     """
-    if not path.is_file():
-        raise ValueError(f"questions must be in a JSON lines file, got {path}, which is no file")
+    if path.is_file():
+        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")  # not at \u2028
+        rows = ((number, partial(parse_json, line)) for number, line in enumerate(lines, 1) if line.strip())
+    elif str(path) in PUBLIC:
+        rows = ((number, partial(dict, row)) for number, row in enumerate(public_set(str(path)), 1))
+    else:
+        raise ValueError(f"questions must be in a JSON lines file, got {path}, which is no file and none of the public "
+                         f"sets {', '.join(PUBLIC)}")
     questions = []
-    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):  # not at \u2028
-        if line.strip():
-            try:
-                questions.append(as_question(parse_json(line), number))
-            except KeyError as error:
-                raise ValueError(f"{path}, line {number}: {error} is missing") from error
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    for number, row in rows:
+        try:
+            questions.append(as_question(row(), number))
+        except KeyError as error:
+            raise ValueError(f"{path}, line {number}: {error} is missing") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
         raise ValueError(f"{path} contains no question")
     twice = next((i for i, count in Counter(question.id for question in questions).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"{path}: question {twice!r} occurs twice")
     return questions
+
+
+def public_set(name: str) -> Iterable[dict]:
+    """The rows of a public set, from the hub or its cache, or from its address.
+
+    Raises:
+        ImportError: the package `datasets` is missing.
+        OSError: the set cannot be loaded.
+    """
+    source = PUBLIC[name]
+    try:
+        if isinstance(source, str):
+            with urllib.request.urlopen(source, timeout=60) as response:
+                return [parse_json(line) for line in response if line.strip()]
+        import datasets
+
+        return datasets.load_dataset(**source)
+    except ImportError as error:
+        raise ImportError(f"{name} is no file here; to download the public set, install the package `datasets` (pip "
+                          "install datasets)") from error
+    except Exception as error:  # of the network, the hub or a builder
+        place = source if isinstance(source, str) else source["path"]
+        raise OSError(f"{name} is no file here, and {place} cannot be loaded ({error}): give a file") from error
 
 
 def choose_questions(
@@ -130,11 +170,11 @@ def as_question(record: dict, number: int) -> Question:
     """The question of a parsed line; `number` is the default of its id."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    if "turns" in record:  # MT-Bench, Spec-Bench
-        turns = record["turns"]
-        if not _are_texts(turns) or not turns:
-            raise ValueError(f"turns must be a list of strings, got {turns!r}")
-        return Question(_id_of(record, "question_id", number), record.get("category", "all"), tuple(turns))
+    if "turns" in record or isinstance(record.get("prompt"), list):  # MT-Bench, Spec-Bench; MT-Bench on the hub
+        name, key = ("turns", "question_id") if "turns" in record else ("prompt", "prompt_id")
+        if not _are_texts(record[name]) or not record[name]:
+            raise ValueError(f"{name} must be a list of strings, got {record[name]!r}")
+        return Question(_id_of(record, key, number), record.get("category", "all"), tuple(record[name]))
     if "instruction_id_list" in record:  # IFEval
         kinds, kwargs = record["instruction_id_list"], record["kwargs"]
         if not isinstance(kinds, list) or not isinstance(kwargs, list) or not len(kinds) == len(kwargs) > 0:

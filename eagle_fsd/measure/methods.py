@@ -37,7 +37,12 @@ class Answer:
     token_ids: list[int]
     text: str
     output: Output | None = None
-    accepted_lengths: Sequence[int] = ()  # accepted draft tokens of each verify forward; empty: unknown
+    accepted_lengths: Sequence[int] | None = ()  # of each verify forward; empty: there are none; None: unknown
+
+    @property
+    def steps(self) -> int | None:
+        """The target's forwards after that of the prompt; None: unknown."""
+        return None if self.accepted_lengths is None else len(self.accepted_lengths) or len(self.token_ids) - 1
 
 
 # (prompt, max_new_tokens); `hf_generate` and `engine` answer a list of prompts as a batch, with a list of answers
@@ -62,7 +67,7 @@ def described(model: EagleModel, options: ComparisonOptions | None = None) -> di
     if model.tokenizer is not None:
         facts |= tokenizer_digests(model.tokenizer)
     if options is not None:
-        names = ("temperature", "seed", "max_new_tokens", "repeats", "run_code", "text_drafts")
+        names = ("temperature", "seed", "max_new_tokens", "run_code", "text_drafts")
         facts |= {"tree": "auto" if options.tree is None else repr(options.tree),
                   **{name: getattr(options, name) for name in names}}
     return facts
@@ -96,6 +101,7 @@ def hf_generate(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     stock = model.stock if stock is None else stock
     own = stock.generation_config
+    drafts = {"assistant_model", "prompt_lookup_num_tokens"} & options.keys()
     greedy = copy.deepcopy(own)
     for name in ("max_length", *SAMPLING):
         setattr(greedy, name, None)
@@ -113,12 +119,13 @@ def hf_generate(
         if static is not None:
             length = {"cache_implementation": "static", "max_length": static,
                       "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(longest + max_new_tokens)])}
+        streamer = AcceptedLengths() if drafts else None
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
         stock.generation_config = greedy  # the model's own config applies even if another is passed
         try:
             sequences = stock.generate(ids, attention_mask=mask, repetition_penalty=1.0, eos_token_id=ends or None,
-                                       **length, **sampling, **options)
+                                       streamer=streamer, **length, **sampling, **options)
         finally:
             stock.generation_config = own
         rows = sequences[:, longest:].tolist()
@@ -126,7 +133,8 @@ def hf_generate(
         answers = []
         for row in rows:
             end = next((at + 1 for at, token in enumerate(row) if token in ends), None)  # padding may follow
-            answers.append(Answer(seconds, row[:end], model.tokenizer.decode(row[:end], skip_special_tokens=True)))
+            answers.append(Answer(seconds, row[:end], model.tokenizer.decode(row[:end], skip_special_tokens=True),
+                                  accepted_lengths=streamer.lengths if drafts else ()))
         return answers if batched else answers[0]
 
     return answer
@@ -171,15 +179,14 @@ def assisted(model: EagleModel, *, weight: float = 1.0, temperature: float = 0.0
     special = GenerationConfig(eos_token_id=drafter.generation_config.eos_token_id)
 
     def answer(prompt: object, max_new_tokens: int) -> Answer:
-        own, streamer = drafter.generation_config, AcceptedLengths()
+        own = drafter.generation_config
         generated = hf_generate(model, temperature=temperature, seed=seed, stock=model.target.model,
-                                assistant_model=drafter, streamer=streamer, **options)
+                                assistant_model=drafter, **options)
         drafter.generation_config = special  # without the sampling options of its checkpoint
         try:
-            found = generated(prompt, max_new_tokens)
+            return generated(prompt, max_new_tokens)
         finally:
             drafter.generation_config = own
-        return replace(found, accepted_lengths=streamer.lengths)
 
     return answer
 

@@ -176,3 +176,28 @@ def plot_comparison(rows: Mapping[str, Sequence[Mapping]], reference: str, path:
         axes.legend(fontsize=8)
 
     save_plot(path, 7 if len(timed) == 1 else 5, 4.5, *(partial(draw, category) for category in timed))
+
+
+def plot_speeds(rows: Mapping[str, Sequence[Mapping]], path: Path, reference: str) -> None:
+    """Plot the speed of each method relative to the reference, as bars by category.
+
+    Args:
+        rows: rows by category (see `method_rows`).
+    """
+    categories = list(rows)[::-1]  # the first at the top
+    names = [row["method"] for row in rows[categories[0]] if row["method"] != reference]
+    height = 0.8 / len(names)
+
+    def draw(axes: Any) -> None:
+        for number, name in enumerate(names):
+            shown = [next(row for row in rows[category] if row["method"] == name) for category in categories]
+            reach = zip(*(whiskers(row["speedup"], row["speedup_interval"]) for row in shown), strict=True)
+            places = [at + 0.4 - height * (number + 0.5) for at in range(len(categories))]
+            axes.barh(places, [row["speedup"] for row in shown], height, label=name, xerr=list(reach),
+                      error_kw={"elinewidth": 0.7, "ecolor": "0.35"})
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_yticks(range(len(categories)), categories)
+        axes.set_xlabel(f"tokens per second, relative to {reference}")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    save_plot(path, 8, 1.4 + 0.16 * len(categories) * (len(names) + 1), draw)

@@ -11,6 +11,7 @@ from ..data.questions import Question, choose_questions
 from ..drafting.config import TreeConfig, parse_tree
 from ..options.generate import GenerateOptions
 
+FORMS = {"int8": {"quantization": "int8"}, "bfloat16": {"dtype": "bfloat16"}}  # of a pair, as options of `load`
 REFERENCE = "exact"  # the setting that others are compared with
 
 
@@ -19,7 +20,8 @@ class QuestionOptions:
     """Which questions to ask.
 
     Args:
-        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts with or without answers.
+        questions: JSON lines: MT-Bench, Spec-Bench, HumanEval, MBPP, GSM8K, IFEval, or prompts with or without answers;
+            or a name of a public set to download: mt_bench, spec_bench, humaneval, mbpp, gsm8k.
         per_category: use only the first questions of each category.
         categories: use only questions of these categories.
         limit: use only the first questions.
@@ -40,49 +42,90 @@ class ComparisonOptions:
     """How to compare methods.
 
     Args:
+        settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
+            "fsd 0.3" "fsd 0.5 head_guard=none" "fsd 0.2 tree=16,15,1" "exact top_p=0.6".
+        also: further forms of the pair to compare, without --settings: int8 weights, or computed in bfloat16.
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: most tokens per turn.
         seed: seed of the sampling noise.
         tree: size of the draft tree; None: as fast as possible on this machine.
         text_drafts: "off": the drafter alone drafts, in all methods.
         drafter_alone: also let the draft model, a causal LM, answer without the target.
-        repeats: timed runs of each question; their median counts.
+        runs: number of times to answer all questions. Speed is their mean, with its deviation. With --temperature,
+            each run has the next seed, and accuracy is the mean, too. All else is of the first run.
         run_code: run the programs of HumanEval and MBPP answers to grade them; without it they are not graded.
-        out: write OUT.json, OUT.md and OUT.png, and OUT.answers.jsonl, from which an interrupted run resumes.
+        out: write OUT.json, OUT.md and OUT.png, and the answers in FastChat's format into OUT.answers, from which an
+            interrupted run resumes.
     """
 
+    settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
+    also: tuple[Literal[tuple(FORMS)], ...] = ()
     temperature: float = 0.0
-    max_new_tokens: int = 256
+    max_new_tokens: int = 128
     seed: int = 0
     tree: TreeConfig | None = None
     text_drafts: Literal["auto", "off"] = "auto"
     drafter_alone: bool = False
-    repeats: int = 1
+    runs: int = 1
     run_code: bool = False
     out: Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationOptions(ComparisonOptions):
-    """How to compare settings with `exact`.
+class BenchmarkOptions(ComparisonOptions):
+    """How to compare methods with `model.generate`.
 
     Args:
-        settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
-            "fsd 0.3" "fsd 0.5 head_guard=none" "fsd 0.2 tree=16,15,1" "exact top_p=0.6".
+        then: additional last turn of every question, for example "Now add type hints, and return the whole program."
+        without_head: also compare decoding with text drafts but no head.
+        static: also compare model.generate with a static cache, which transformers compiles on a GPU.
+        leave_out: names of methods to leave out. The others are compared with the first of them.
+        assisted: weights of the target in assisted generation; 1: lossless.
+        reread: process the whole conversation in each turn, without the caches of earlier turns.
+        endpoints: servers with an OpenAI-compatible API to compare with, as "NAME=URL" or "NAME=URL#MODEL".
+        rows: questions to answer in one batch. Above 1, later turns process the whole conversation, and there is no
+            prompt lookup and no assisted generation, which take one prompt.
+        minutes: time from the warm-up on after which no further question of a run is asked. The results are those so
+            far, and the same command continues.
+        warm_up: questions (with --rows, batches) to answer once without timing.
+    """
+
+    seed: int = 1
+    then: str | None = None
+    without_head: bool = False
+    static: bool = False
+    leave_out: tuple[str, ...] = ()
+    assisted: tuple[float, ...] = (1.0, 0.7)
+    reread: bool = False
+    endpoints: tuple[str, ...] = ()
+    rows: int = 1
+    minutes: float | None = None
+    warm_up: int = 2
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether later turns process only what is new."""
+        return not self.reread and self.rows == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(ComparisonOptions):
+    """How to choose among settings.
+
+    Args:
         points: largest loss of accuracy of a recommended setting, in points.
         batch: number of questions to answer together, except the timed ones, with one tree (--tree, or the default of
             the device); 1: answer every question alone and time it.
         timed: with --batch, number of questions to answer alone, interleaved, for timing.
         stop_after_code: end answers after their first fenced code block, to time only the program.
-        seeds: number of answers to each question, over which accuracy is averaged; needs --temperature above 0.
     """
 
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3", "fsd 0.5")
+    max_new_tokens: int = 256
     points: float = 1.0
     batch: int = 1
     timed: int = 24
     stop_after_code: bool = False
-    seeds: int = 1
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, object]]:

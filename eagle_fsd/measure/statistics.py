@@ -17,6 +17,10 @@ RESAMPLES = 2000
 FEWEST = 5  # questions for an interval; with two it would be their minimum and maximum
 GRAM = 4
 CHOSEN = "chosen"  # name of the method that `cross_fitted` chose
+POSITIONS = 8  # of drafts, whose acceptance is counted
+# Spec-Bench's tasks: its six, of which the first is all categories of MT-Bench.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
 
 
 def interval(
@@ -82,40 +86,80 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
     return next((at for at, (ours, theirs) in pairs if ours != theirs), None)
 
 
-def method_rows(records: Sequence[Mapping], reference: str) -> list[dict]:
+def method_rows(records: Sequence[Mapping], reference: str, texts: str | None = None) -> list[dict]:
     """One row per method over the records of `compare`, relative to the reference on the same questions.
+
+    Args:
+        texts: the method whose texts the others' are compared with; None: the reference.
 
     Returns:
         speedup (tokens per second) and time (per answer): ratios to the reference, with 95% intervals (None: too few
-        questions), over the timed questions, like tau (None: none is timed); same_tokens: share of tokens before the
-        first difference; drop: of accuracy, with its interval; bound: its one-sided 95% bound, with Bonferroni's
-        correction over all methods but the reference.
+        questions), over the timed questions, like the following; None: none is timed, or unknown; mean_speed: mean of
+        each question's tokens per second, and mean_speedup: its ratio to the reference's, as Spec-Bench has them, with
+        their standard deviations over runs; tau; steps: forwards of the target per answer; accepted: see
+        `accepted_by_position`. same_tokens: share of tokens before the first difference; drop: of accuracy, with its
+        interval; bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the reference.
     """
     timed = [line["methods"] for line in records if all(record["timed"] for record in line["methods"].values())]
     rows = []
     for name in records[0]["methods"]:
         ours = [line["methods"][name] for line in records]
         theirs = [line["methods"][reference] for line in records]
-        parts = [first_difference(a["ids"], b["ids"]) for a, b in zip(ours, theirs, strict=True)]
-        same = sum(a["tokens"] if at is None else at for a, at in zip(ours, parts, strict=True))
-        columns = [np.array([line[method][key] for line in timed], float)
-                   for method in (name, reference) for key in ("tokens", "seconds")]
-        tokens, forwards = sum(record["tokens"] for record in ours), sum(line[name]["forwards"] for line in timed)
-        known = all(record.get("cut_off") is not None for record in ours)  # our engine
-        own = {  # None: unknown
-            "tau": sum(line[name]["emitted"] for line in timed) / forwards if forwards else None,
-            "regret_per_token": sum(record["regret"] for record in ours) / max(1, tokens) if known else None,
-            "cut_off": sum(record["cut_off"] for record in ours) / len(ours) if known else None,
-        }
+        parts = [first_difference(line["methods"][name]["ids"], line["methods"][texts or reference]["ids"])
+                 for line in records]
+        runs, their_runs = ([runs_of(line[method]) for line in timed] for method in (name, reference))
+        columns = [np.array([np.mean([run[key] for run in each]) for each in by_question], float)
+                   for by_question in (runs, their_runs) for key in ("tokens", "seconds")]
+        tokens, every = sum(record["tokens"] for record in ours), [run for each in runs for run in each]
+
+        def mean(counts: Sequence[Mapping], key: str, over: int) -> float | None:
+            return None if any(each.get(key) is None for each in counts) else sum(each[key] for each in counts) / over
+
+        forwards, own = sum(run["forwards"] for run in every), ours if mean(ours, "cut_off", 1) is not None else [{}]
         rows.append({
-            "method": name, "answers": len(records), "timed": len(timed), **speeds(*columns), **own,
+            "method": name, "answers": len(records), "timed": len(timed), **speeds(*columns),
+            **mean_speeds(runs, their_runs),
+            "tau": sum(run["emitted"] for run in every) / forwards if forwards else None,
+            "steps": mean(every or [{}], "steps", len(every)),
+            "accepted": accepted_by_position([length for run in every for length in run.get("lengths", ())]),
+            "regret_per_token": mean(own, "regret", max(1, tokens)), "cut_off": mean(own, "cut_off", len(ours)),
             "tokens_per_answer": tokens / len(records), "same_answers": parts.count(None) / len(records),
-            "same_tokens": same / max(1, tokens),
-            "fuzzy_share": sum(record["fuzzy"] for record in ours) / max(1, tokens),
-            "repeated": sum(record["repeated"] for record in ours) / len(ours),
+            "same_tokens": None if mean(ours, "fuzzy", 1) is None else sum(  # None: the ids are texts
+                each["tokens"] if at is None else at for each, at in zip(ours, parts, strict=True)) / max(1, tokens),
+            "fuzzy_share": mean(ours, "fuzzy", max(1, tokens)), "repeated": mean(ours, "repeated", len(ours)),
             **_accuracy(ours, theirs, max(1, len(records[0]["methods"]) - 1)),
         })
     return rows
+
+
+def runs_of(record: Mapping) -> Sequence[Mapping]:
+    """The records of each run, if `join_runs` has joined several."""
+    return record.get("runs") or [record]
+
+
+def mean_speeds(runs: Sequence[Sequence[Mapping]], their_runs: Sequence[Sequence[Mapping]]) -> dict:
+    """The mean of each question's tokens per second and its ratio to the reference's: means over runs, and standard
+    deviations (None: of one run). None without questions.
+
+    Args:
+        runs: for each question, the record of each run; `their_runs`: those of the reference.
+    """
+    ours, theirs = (np.array([np.mean([run["tokens"] / run["seconds"] for run in run_of_all])
+                              for run_of_all in zip(*each, strict=True)]) for each in (runs, their_runs))
+    return {f"{key}{suffix}": None if len(values) < least else float(measure(values))
+            for key, values in (("mean_speed", ours), ("mean_speedup", ours / theirs))
+            for suffix, least, measure in (("", 1, np.mean), ("_deviation", 2, lambda values: np.std(values, ddof=1)))}
+
+
+def accepted_by_position(lengths: Sequence[int]) -> list[float]:
+    """The share of forwards that accepted the draft token at each position, of those that accepted all before it (the
+    EAGLE papers' n-alpha), as far as a position was reached.
+
+    Args:
+        lengths: accepted draft tokens of each verify forward.
+    """
+    reached = [sum(length >= position for length in lengths) for position in range(POSITIONS + 1)]
+    return [now / before for before, now in zip(reached, reached[1:], strict=False) if before]
 
 
 def cross_fitted(records: Sequence[Mapping], reference: str, points: float) -> dict | None:
@@ -172,33 +216,40 @@ def _accuracy(ours: Sequence[Mapping], theirs: Sequence[Mapping], methods: int) 
             "gained": gained, "drop": falls.mean().item(), "drop_interval": ends, "bound": bound}
 
 
-def by_category(records: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
-    """The rows of all questions and, if there are several categories, of each category."""
-    return {category: method_rows([records[place] for place in places], reference)
+def by_category(records: Sequence[Mapping], reference: str, texts: str | None = None) -> dict[str, list[dict]]:
+    """The rows of all questions and, if there are several categories, of each category; see `method_rows`."""
+    return {category: method_rows([records[place] for place in places], reference, texts)
             for category, places in places_by_category([line["category"] for line in records]).items()}
 
 
-def by_turn(records: Sequence[Mapping], reference: str) -> dict[str, list[dict]]:
+def by_turn(records: Sequence[Mapping], reference: str, texts: str | None = None) -> dict[str, list[dict]]:
     """The rows of the first turns, the second turns and so on; empty if all questions have one turn. They have no
     accuracy, because the grade is of the whole conversation."""
+    def turns_of(record: Mapping, number: int) -> list[dict]:
+        """The turn in each run; empty if a run ended before."""
+        turns = [run["by_turn"][number:][:1] for run in runs_of(record) if "by_turn" in run]
+        return [{"timed": record["timed"], "right": None, **turn} for (turn,) in turns] if all(turns) else []
+
     rows: dict[str, list[dict]] = {}
     for number in range(max(len(record.get("by_turn", ())) for line in records for record in line["methods"].values())):
-        lines = [line for line in records
-                 if all(number < len(record.get("by_turn", ())) for record in line["methods"].values())]
-        rows[f"turn {number + 1}"] = method_rows([{**line, "methods": {
-            name: {"timed": record["timed"], "right": None, **record["by_turn"][number]}
-            for name, record in line["methods"].items()}} for line in lines], reference)
+        found = [{name: turns_of(record, number) for name, record in line["methods"].items()} for line in records]
+        lines = [{**line, "methods": {name: {**turns[0], "runs": turns} for name, turns in by_name.items()}}
+                 for line, by_name in zip(records, found, strict=True) if all(by_name.values())]
+        if lines:
+            rows[f"turn {number + 1}"] = method_rows(lines, reference, texts)
     return rows
 
 
 def places_by_category(categories: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of all questions as "all" and, if there are several categories, of the questions of each category.
+    """Indices of all questions as "all" and, if there are several categories, of the questions of each category. Those
+    of MT-Bench are one, "mt-bench", beside others of Spec-Bench.
 
     Args:
         categories: category of each question; "all": none.
     """
     groups: dict[str, list[int]] = {}
+    spec_bench = not SPEC_BENCH.isdisjoint(categories)
     for place, category in enumerate(categories):
-        groups.setdefault(category, []).append(place)
+        groups.setdefault("mt-bench" if spec_bench and category in MT_BENCH else category, []).append(place)
     named = {category: places for category, places in groups.items() if category != "all"}
     return {"all": list(range(len(categories))), **(named if len(groups) > 1 else {})}

@@ -13,8 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from eagle_fsd import EagleModel
-from eagle_fsd.measure.methods import Answer, Method, continues, prompt_seed
+from ..loading.pair import EagleModel
+from .methods import Answer, Method, continues, prompt_seed
 
 TIMEOUT = 600  # seconds for an answer
 UNCACHED = {"cache_prompt": False}
@@ -96,6 +96,6 @@ def endpoint_method(
         ids = model.tokenizer.encode(text, add_special_tokens=False)
         if choice.get("finish_reason") == "stop" and model.tokenizer.eos_token_id is not None:
             ids.append(model.tokenizer.eos_token_id)
-        return Answer(seconds, ids, text)
+        return Answer(seconds, ids, text, accepted_lengths=None)
 
     return answer
