@@ -18,12 +18,13 @@ from .hf import custom_generate
 from .loading.load import load
 from .options.generate import GenerateOptions
 from .options.load import LoadOptions
+from .utils.extras import install_command
 
 try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    missing = "lm-evaluation-harness is not installed: pip install 'eagle_fsd[lm_eval]', in a checkout '.[lm_eval]'"
+    missing = f"lm-evaluation-harness is not installed: {install_command('lm_eval')}"
     if __name__ == "__main__":
         sys.exit(f"eagle_fsd.lm_eval: {missing}")
     raise ImportError(missing) from error

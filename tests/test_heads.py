@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_gguf import write
-from tiny import tiny_head, tiny_target
+from tiny import tiny_chat_pair, tiny_head, tiny_target
 
 import eagle_fsd
 from eagle_fsd.data import sources
@@ -50,7 +50,7 @@ def test_which_model_a_path_holds(tmp_path, place, hub_id):
     assert hub_id_of(str(tmp_path / place)) == hub_id and hub_id_of("org/any") == "org/any"
 
 
-@pytest.mark.parametrize("text", ["runs/no/head", "here/no-head", "~/models/x", "C:\\models\\x", "a/b.gguf",
+@pytest.mark.parametrize("text", ["runs/no/head", "./here/no-head", "~/models/x", "C:\\models\\x", "a/b.gguf",
                                   "x.safetensors", "/no/head", "./head", ""])
 def test_a_path_at_which_there_is_nothing_is_not_looked_for_at_the_hub(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -67,8 +67,35 @@ def test_hub_ids_are_asked_for(tmp_path, monkeypatch):
     for text in ("gpt2", LLAMA, "a/b.c-1_2", "a/Model-Q4.5"):
         assert sources.check_source("target", text) == text
     (tmp_path / "a").mkdir()
-    monkeypatch.setattr(sources, "in_cache", lambda text: True)
-    assert sources.check_source("target", "a/b") == "a/b"
+    assert sources.check_source("target", "a/b") == "a/b"  # although there is a folder a
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="a/b: there is no directory 'a/b', and at the hub: We couldn't connect"):
+        eagle_fsd.load("a/b")
+
+
+def test_a_revision_is_that_of_a_repository(tmp_path, monkeypatch):
+    """For the target and for the head: every file comes from it, also later, when weights are loaded again."""
+    pair, cache = tiny_chat_pair(), tmp_path / "hub"
+    for name, sha, part in (("target", "1" * 40, pair.target.model), ("head", "2" * 40, pair.draft)):
+        folder = cache / f"models--org--{name}"
+        files = folder / "snapshots" / sha
+        part.save_pretrained(files) if name == "target" else save_head(part, files)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "v1").write_text(sha)
+    pair.tokenizer.save_pretrained(cache / "models--org--target/snapshots" / ("1" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    options = {"device": "cpu", "tree": None}
+    loaded = eagle_fsd.load("org/target", "org/head", revision="v1", draft_revision="2" * 40, **options)
+    assert loaded.names == ("org/target", "org/head")
+    assert eagle_fsd.generate("abc", loaded, max_new_tokens=4).token_ids == eagle_fsd.generate(
+        "abc", pair, max_new_tokens=4).token_ids
+    assert next(loaded.stock.parameters()) is not None
+    for given, error, said in (
+            ({"revision": "v2"}, OSError, "org/target, revision 'v2': "), ({"revision": 5}, TypeError, "a branch, a tag"),
+            ({"draft_revision": "v1", "draft": str(tmp_path)}, ValueError, "draft_revision is for a hub id, got '/")):
+        with pytest.raises(error, match=said):
+            eagle_fsd.load(**{"target": "org/target", "draft": "org/head", "revision": "v1", **given, **options})
 
 
 # SmolLM2, whose package must not be imported ------------------------------------------------------------------

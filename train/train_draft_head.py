@@ -217,14 +217,20 @@ def main() -> int:
         return 2
     if not words or words[0].startswith("--") and not {"--help", "-h"} & set(words):
         words = ["hass" if torch.cuda.is_available() and "--cpu" not in words else "small", *words]
-    recipes = {name: TrainingConfig(output=tyro.MISSING, **settings)
-               for name, (_, settings) in RECIPES.items()}
-    kind = tyro.extras.subcommand_type_from_defaults(recipes, {name: about for name, (about, _) in RECIPES.items()})
+    recipes = {name: TrainingConfig(output=tyro.MISSING, **settings) for name, (_, settings) in RECIPES.items()}
+    abouts = {name: about for name, (about, _) in RECIPES.items()}
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every saved file
-    about = __doc__.replace("-m train.", f"-m {__package__}.")
-    return exit_status(__spec__.name, lambda: train(parse_options(
-        kind, words, program=f"python -m {__spec__.name}", description=about)), also=(FloatingPointError,),
+    program = f"python -m {__spec__.name}"
+
+    def parse() -> TrainingConfig:
+        if words[0] in RECIPES:  # by itself: tyro's hints would name the flags of every recipe
+            return parse_options(TrainingConfig, words[1:], program=f"{program} {words[0]}",
+                                 description=abouts[words[0]], default=recipes[words[0]])
+        return parse_options(tyro.extras.subcommand_type_from_defaults(recipes, abouts), words, program=program,
+                             description=__doc__.replace("-m train.", f"-m {__package__}."))
+
+    return exit_status(__spec__.name, lambda: train(parse()), also=(FloatingPointError,),
                        stopped="stopped; the same command continues")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
-
-from packaging.requirements import Requirement
+from importlib.metadata import PackageNotFoundError
 
 from ..heads.catalogue import DEFAULT
 from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, served_name
+from ..utils.extras import install_command, is_installed, packages_of
 from ..utils.openmp import in_own_thread
 from .arguments import Decoding, Loading
 
@@ -68,22 +67,9 @@ class ServeCommand:
 
 
 def check_packages(page: bool) -> None:
-    """Raise ImportError, with the command to install them, if packages for serving are missing or too old."""
-    try:
-        requirements = [Requirement(text) for text in requires("eagle_fsd") or ()]
-    except PackageNotFoundError:  # a checkout that is not installed: imports raise instead
-        return
-    extra = {"extra": "page" if page else "serve"}  # `page` includes `serve`
-    missing = [f"{requirement.name}{requirement.specifier}" for requirement in requirements
-               if requirement.marker is not None and requirement.marker.evaluate(extra) and not installed(requirement)]
-    if missing:
-        # The names of the packages, since `eagle_fsd[page]` would look for eagle_fsd in the index.
-        raise ImportError(f"serving needs more packages: {shlex.quote(sys.executable)} -m pip install "
-                          f"{shlex.join(dict.fromkeys(missing))}")
-
-
-def installed(package: Requirement) -> bool:
-    try:
-        return package.specifier.contains(version(package.name), prereleases=True)
-    except PackageNotFoundError:
-        return False
+    """Raise ImportError, with the command to install them, if packages for serving are missing or too old. Imports
+    raise instead in a checkout that is not installed."""
+    extra = "page" if page else "serve"  # `page` includes `serve`
+    with suppress(PackageNotFoundError):
+        if not all(map(is_installed, packages_of(extra))):
+            raise ImportError(f"serving needs more packages: {install_command(extra)}")

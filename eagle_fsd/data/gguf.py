@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from ..utils.extras import install_command
 from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 from .gguf_config import ROPE_TENSORS, gguf_config
 from .sources import check_source, fetch, is_gguf
@@ -87,7 +88,7 @@ def dequantised(file: Path) -> Path:
             os.utime(folder)  # time of last use, see `make_room`
         return folder
     if find_spec("gguf") is None:
-        raise ImportError(f"reading {file} needs the package gguf: pip install eagle_fsd[gguf]")
+        raise ImportError(f"reading {file} needs the package gguf: {install_command('gguf')}")
     lock = folder.parent.with_name(f"{folder.name}.lock")
     with locked(lock, wait=True, remove=True):  # threads and processes wait for the first
         if folder.is_dir():

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
+
+from ..utils.checks import OptionError
+
+# The files of a model that transformers reads, but not weights in other formats beside them.
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "token_map.pt"]
+BIN = "pytorch_model*.bin*"
+SECOND_COPIES = ["*/*", "consolidated*"]
 
 
 def check_source(name: str, source: object) -> str:
     """A directory or hub id as a string; files that `is_gguf` knows are not for this function.
 
     A missing path is not looked up at the hub, which takes half a minute without a network. A string is taken as a path
-    if it is no valid hub id, has the suffix of a weights file, or its parent is an existing folder.
+    if it is no valid hub id, such as ./head, or has the suffix of a weights file.
 
     Raises:
         TypeError: `source` is neither a string nor a path.
@@ -33,9 +40,6 @@ def check_source(name: str, source: object) -> str:
         raise ValueError(f"{accepted}, there is no file {text!r}")
     if isinstance(source, Path) or not is_hub_id(text):
         raise ValueError(f"{accepted}, there is no directory {text!r}")
-    if path.parent != Path() and path.parent.is_dir() and not in_cache(text):
-        raise ValueError(f"{accepted}, there is no directory {text!r} (it is not looked up at the hub, because there "
-                         f"is a folder {str(path.parent)!r})")
     return text
 
 
@@ -69,7 +73,32 @@ def fetch(source: str, filename: str, *, needed: bool = False) -> str | None:
     try:
         return cached_file(source, filename, _raise_exceptions_for_missing_entries=needed)
     except OSError as error:  # without a network its message does not name the repository
-        raise OSError(f"{source}: {error}") from error
+        near = Path(source).parent != Path() and Path(source).parent.is_dir()  # perhaps it was meant as a path
+        here = f"there is no directory {source!r}, and at the hub: " if near else ""
+        raise OSError(f"{source}: {here}{error}") from error
+
+
+def at_revision(option: str, source: str | Path | None, revision: str | None) -> str | Path | None:
+    """The directory of a hub repository at a revision, downloaded into the hub's cache; without one, the source.
+
+    Args:
+        option: its name, for messages. revision: a branch, a tag or a commit.
+
+    Raises:
+        ValueError: the source is a directory or file.
+        OSError: the repository has no such revision, or cannot be reached.
+    """
+    if revision is None:
+        return source
+    if source is None or Path(source).exists():
+        raise OptionError(option, problem=f"is for a hub id, got {source!r}")
+    try:
+        folder = snapshot_download(source, revision=revision, allow_patterns=FILES, ignore_patterns=SECOND_COPIES)
+        if not any(Path(folder).glob("*.safetensors")):
+            snapshot_download(source, revision=revision, allow_patterns=[BIN], ignore_patterns=SECOND_COPIES)
+        return folder
+    except OSError as error:
+        raise OSError(f"{source}, revision {revision!r}: {error}") from error
 
 
 def in_cache(hub_id: str) -> bool:

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ..drafting.copies import Copies, forced_copies
 from ..utils.checks import OptionError
+from ..utils.extras import install_command
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -59,7 +60,7 @@ class Grammar(LogitsProcessor):
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            raise ImportError("response_format= needs llguidance: pip install llguidance") from error
+            raise ImportError("response_format= needs llguidance: " + install_command("structured")) from error
         if not getattr(tokenizer, "is_fast", False):
             raise GrammarError("needs a fast tokenizer, and this model has "
                                f"{'none' if tokenizer is None else type(tokenizer).__name__}")

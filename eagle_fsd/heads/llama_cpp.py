@@ -20,6 +20,7 @@ from torch import Tensor
 from ..data.files import save_atomically
 from ..data.gguf import copy_field
 from ..data.sources import is_gguf
+from ..utils.extras import install_command
 from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
@@ -62,7 +63,7 @@ def write_gguf(source: str | Path, file: str | Path, target: str | Path | None, 
         raise ValueError("llama.cpp needs the target's tokenizer in the head's file: pass target, the GGUF file of the "
                          f"target that it will serve, got {target!r}")
     if find_spec("gguf") is None:
-        raise ImportError(f"writing {file} needs the package gguf: pip install eagle_fsd[gguf]")
+        raise ImportError(f"writing {file} needs the package gguf: {install_command('gguf')}")
     from gguf import GGUFReader
 
     head = load_head(source)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.sources import at_revision
 from ..drafting.config import TreeConfig
 from ..drafting.curves import read_curves
 from ..drafting.language_model import DraftModel
@@ -63,6 +64,8 @@ def load(
             raise ValueError(f"{name}={form!r} needs a target on the CPU: pass device=\"cpu\" without device_map, or "
                              "use a quantization_config of transformers")
     target, draft = find_pair(asked.target, asked.draft)
+    target = at_revision("revision", target, asked.revision)
+    draft = at_revision("draft_revision", draft, asked.draft_revision)
     small = draft is not None and is_causal_lm(draft)
     if not small and (asked.draft_dtype or asked.draft_quantization):
         raise ValueError("draft_dtype and draft_quantization are for a causal LM as the drafter: leave them out")

@@ -19,6 +19,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from ..data.questions import Question
+from ..utils.extras import install_command
 
 log = logging.getLogger(__name__)
 # Thousands are separated by a comma or a space, also in LaTeX: 9,500, 9{,}500, 9\,500.
@@ -187,7 +188,7 @@ def _checks() -> object:
         return import_module("lm_eval.tasks.ifeval.utils")
     except (ImportError, AssertionError) as error:  # AssertionError: the version of nltk
         raise ValueError(f"IFEval is graded by lm-evaluation-harness, which is not installed ({error}): "
-                         "pip install 'eagle-fsd[lm_eval]'") from error
+                         f"{install_command('lm_eval')}") from error
 
 
 def check_gradable(questions: Sequence[Question], run_code: bool = True) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..data.files import json_digest
+from ..utils.extras import install_command
 from ..utils.version import CHANGES, ROOT, commit, processor_name
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def save_plot(path: Path, width: float, height: float, *panels: Callable[[Any], 
     try:
         import matplotlib
     except ImportError:
-        log.warning("no plot without matplotlib: pip install 'eagle_fsd[eval]'")
+        log.warning("no plot without matplotlib: %s", install_command("eval"))
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -37,6 +37,11 @@ class LoadKeywords(TypedDict, total=False):
         'copies of keys and values ("grouped").',
         accepted=f"one of {', '.join(IMPLEMENTATIONS)}, or None for the fastest on most machines")]
     trust_remote_code: Annotated[bool, Option(False, "allow a target to run code from its repository.")]
+    revision: Annotated[str | None, Option(
+        None, "branch, tag or commit of the target's repository on the hub; None: its main branch.",
+        accepted="a branch, a tag or a commit")]
+    draft_revision: Annotated[str | None, Option(
+        None, "`revision` of the drafter.", accepted="a branch, a tag or a commit")]
     tree: Annotated[TreeConfig | Literal["auto"] | None, Option(
         "auto", 'draft tree for calls of `generate` without one. "auto": on a CPU, each cycle has as many levels and '
         'nodes as pay, and drafting stops for a while if it does not pay; on CUDA, the published tree. For "auto" on '
