@@ -92,7 +92,8 @@ def test_a_revision_is_that_of_a_repository(tmp_path, monkeypatch):
         "abc", pair, max_new_tokens=4).token_ids
     assert next(loaded.stock.parameters()) is not None
     for given, error, said in (
-            ({"revision": "v2"}, OSError, "org/target, revision 'v2': "), ({"revision": 5}, TypeError, "a branch, a tag"),
+            ({"revision": "v2"}, OSError, "org/target, revision 'v2': "),
+            ({"revision": 5}, TypeError, "a branch, a tag"),
             ({"draft_revision": "v1", "draft": str(tmp_path)}, ValueError, "draft_revision is for a hub id, got '/")):
         with pytest.raises(error, match=said):
             eagle_fsd.load(**{"target": "org/target", "draft": "org/head", "revision": "v1", **given, **options})

@@ -1,5 +1,4 @@
-"""Decoding methods for comparisons: each answers a prompt and measures the time.
-"""
+"""Decoding methods for comparisons: each answers a prompt and measures the time."""
 
 from __future__ import annotations
 
