@@ -21,6 +21,12 @@ def test_collation_pads_at_the_end_and_learns_nothing_there():
     assert learned.tolist() == [[False, True, False, False], [False, False, True, True]]
 
 
+def test_packed_documents_follow_each_other():
+    tokens, learned = of([1, 5, 6], [1, 8], [1, 9]).pack(np.array([2, 0]))
+    assert tokens.tolist() == [1, 9, 1, 5, 6] and tokens.dtype == np.int64
+    assert learned.tolist() == [False, True, False, True, True]
+
+
 def test_batches_hold_every_document_once_within_their_size():
     rng = np.random.default_rng(0)
     documents = of(*([1] * int(n) for n in rng.integers(2, 60, 9000)))

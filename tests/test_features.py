@@ -35,12 +35,13 @@ def write(target, directory, data=None, shard_tokens=15):
 
 
 def test_features_from_disk_are_the_targets(target, tmp_path):
-    offline, online = write(target, tmp_path), OnlineFeatures(target)
+    offline, online = write(target, tmp_path), OnlineFeatures(target, documents(), batch_tokens=20)
     assert len(list(tmp_path.glob("features-*"))) == 4
     for indices in (np.array([3]), np.array([6, 0, 4]), np.arange(7)):
-        tokens, _ = (torch.from_numpy(a) for a in documents().collate(indices))
-        inside = torch.arange(tokens.shape[1]) < torch.tensor([LENGTHS[i] for i in indices])[:, None]
-        torch.testing.assert_close(offline(indices, tokens)[inside], online(indices, tokens)[inside])
+        texts = [torch.from_numpy(documents().document(i)[0].astype(np.int64)) for i in indices]
+        expected = torch.cat([target.features(text[None], use_cache=False)[0].detach() for text in texts])
+        torch.testing.assert_close(online(indices), expected)
+        torch.testing.assert_close(offline(indices), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
@@ -57,11 +58,11 @@ def test_the_targets_ends_come_along_where_they_scale_cap_or_shift(family, tmp_p
 def test_a_run_that_is_stopped_keeps_every_finished_shard(target, tmp_path, monkeypatch):
     forward, seen = OnlineFeatures.__call__, []
 
-    def stopped(self, indices, tokens):
+    def stopped(self, indices, advance):
         if seen and 4 in indices:
             raise KeyboardInterrupt
         seen.append(indices)
-        return forward(self, indices, tokens)
+        return forward(self, indices, advance)
 
     with monkeypatch.context() as context:
         context.setattr(OnlineFeatures, "__call__", stopped)
@@ -113,8 +114,7 @@ def test_the_command_writes_them(target, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--target", f"{tmp_path}/target", "--data", f"{tmp_path}/data", "--out",
                                       f"{tmp_path}/out", "--layers", "1", "--dtype", "float32", "--device", "cpu"])
     assert main() == 0
-    tokens = torch.zeros(1, 5, dtype=torch.long)
-    assert OfflineFeatures(tmp_path / "out", documents())(np.array([0]), tokens).shape == (1, 5, 32)
+    assert OfflineFeatures(tmp_path / "out", documents())(np.array([0])).shape == (5, 32)
 
 
 @pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
@@ -128,7 +128,7 @@ def test_features_in_int8_are_near_and_not_mixed_with_others(family, tmp_path, m
         monkeypatch.setattr(sys, "argv", [*words, f"{tmp_path}/{name}", *more])
         assert main() == 0
         offline = OfflineFeatures(tmp_path / name, documents())
-        found.append(offline(np.array([1]), torch.zeros(1, 9, dtype=torch.long)))
+        found.append(offline(np.array([1])))
         assert offline.ends().lm_head.weight.shape == (32, 16)
     near = torch.nn.functional.cosine_similarity(*found, dim=-1)
     assert near.min() > 0.95 and not torch.equal(*found)

@@ -110,9 +110,10 @@ def test_agreement_is_that_of_training(model, eagle3):
     loss = AlignedLoss(head.eval(), Objective(soft_ce=1.0, aligned_steps=5), pair.target.logits)
     expected = torch.zeros(5)
     for index in range(2):
-        tokens, learned = (torch.from_numpy(array) for array in documents.collate(np.asarray([index])))
+        tokens, learned = (torch.from_numpy(array) for array in documents.pack([index]))
         with torch.no_grad():
-            expected += loss(pair.target.features(tokens, use_cache=False), tokens, learned)[1]
+            features = pair.target.features(tokens[None], use_cache=False)[0]
+            expected += loss(features, tokens, learned, [len(tokens)])[1]
     found = examine(pair, documents)
     assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
 
@@ -234,7 +235,8 @@ def trained(small, steps: int, *, scale: float = 1.0, shift: int = 0) -> DraftHe
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for step in range(steps):
         batch = torch.arange(8) + 8 * step % 56
-        (loss(features[batch], tokens[batch], learned[batch])[0] / learned[batch].sum()).backward()
+        pack = (each[batch].flatten(0, 1) for each in (features, tokens, learned))
+        (loss(*pack, [tokens.shape[1]] * len(batch))[0] / learned[batch].sum()).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

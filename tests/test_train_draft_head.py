@@ -395,7 +395,7 @@ def train_sharded() -> None:
     tokens = torch.randint(3, 32, (1, 12), generator=torch.Generator().manual_seed(rank))
     features, values = model.target.current.decoder(tokens).last_hidden_state.detach(), []
     for _ in range(10):
-        values.append(loss(features, tokens, tokens > 0)[0])
+        values.append(loss(features[0], tokens[0], tokens[0] > 0, [7, 5])[0])
         values[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -512,12 +512,11 @@ def test_a_warm_up_longer_than_the_run_is_shortened_and_said(place, caplog):
 
 
 def test_noise_belongs_to_the_document_and_fades_with_length():
-    features = torch.zeros(2, 6, 5)
-    both = feature_noise(np.array([4, 9]), np.array([6, 3]), features, 0.1, seed=1)
-    alone = feature_noise(np.array([9]), np.array([3]), features[:1, :3], 0.1, seed=1)
-    assert torch.equal(both[1, :3], alone[0]) and not both[1, 3:].any()
-    assert 0.5 * 0.1 * 512 / 6 < both[0].abs().max() <= 0.1 * 512 / 6
-    assert not torch.equal(both, feature_noise(np.array([4, 9]), np.array([6, 3]), features, 0.1, seed=2))
+    features = torch.zeros(9, 5)
+    both = feature_noise(np.array([4, 9]), [6, 3], features, 0.1, seed=1)
+    assert torch.equal(both[6:], feature_noise(np.array([9]), [3], features[:3], 0.1, seed=1))
+    assert 0.5 * 0.1 * 512 / 6 < both[:6].abs().max() <= 0.1 * 512 / 6 < both[6:].abs().max()
+    assert not torch.equal(both, feature_noise(np.array([4, 9]), [6, 3], features, 0.1, seed=2))
 
 
 @pytest.mark.parametrize(("changes", "match"), [

@@ -12,7 +12,6 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,11 +19,10 @@ from typing import Literal
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
-from eagle_fsd.data.documents import Documents, split_by_size
+from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.files import check_same, only_writer, save_atomically
 from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
@@ -33,11 +31,10 @@ from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 
-from .teacher import OnlineFeatures, load_quantized, read_index, shard_path, target_digest
+from .teacher import BATCH_TOKENS, OnlineFeatures, load_quantized, read_index, shard_path, target_digest
 
 log = logging.getLogger("train.features")
 
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}  # of one forward pass
 SHARD_TOKENS = 65_536  # most that an interrupted run loses: 0.5 GB in bf16 at a hidden size of 4,096
 
 
@@ -104,11 +101,11 @@ def write_features(
             raise ValueError(f"the features need {needed / 1e9:.2f} GB more: {directory} has {free / 1e9:.2f} GB free")
         save_atomically(directory / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
         write_ends(target, directory)
-        total = len(documents.tokens)
+        total, online = len(documents.tokens), OnlineFeatures(target, documents, batch_tokens)
         with Progress(desc="features", unit="token", total=total, done=total - missing) as progress:
             for number in todo:
                 rows = np.arange(bounds[number], bounds[number + 1])
-                tensors = {"features": shard_features(target, documents, rows, batch_tokens, progress.update)}
+                tensors = {"features": online(rows, progress.update)}
                 save_atomically(shard_path(directory, number), lambda path, tensors=tensors: save_file(tensors, path))
 
 
@@ -139,28 +136,6 @@ def shard_starts(ends: np.ndarray, per_shard: int) -> list[int]:
         if following >= len(ends):
             return first
         first.append(following)
-
-
-def shard_features(
-    target: TargetModel, documents: Documents, rows: np.ndarray, batch_tokens: int, advance: Callable[[int], None]
-) -> Tensor:
-    """[tokens, F] features of consecutive documents, computed in batches of documents of similar length.
-
-    Args:
-        advance: called with the number of tokens after each batch.
-    """
-    online, lengths = OnlineFeatures(target), documents.lengths
-    start = int(documents.ends[rows[0]] - lengths[rows[0]])
-    features = torch.empty(int(documents.ends[rows[-1]]) - start, target.feature_size, dtype=target.dtype)
-    order = rows[np.argsort(lengths[rows], kind="stable")]
-    for batch in split_by_size(order, lengths, batch_tokens):
-        tokens, _ = documents.collate(batch)
-        computed = online(batch, torch.from_numpy(tokens)).to("cpu")
-        for row, document in enumerate(batch):
-            end = int(documents.ends[document]) - start
-            features[end - lengths[document] : end] = computed[row, : lengths[document]]
-        advance(int(lengths[batch].sum()))
-    return features
 
 
 def run(arguments: Arguments, answered_by: str | None = None) -> None:

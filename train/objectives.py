@@ -1,10 +1,12 @@
 """What a draft head is trained to minimise.
 
-B batch, T tokens of a row, M learned positions, D hidden size, F width of the target's features (`TargetModel`),
-V target vocabulary, R draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
+T tokens of a pack of texts, N positions that predict (`eagle_fsd.heads.unrolling`), M learned ones among them, C those
+whose distributions are compared, D hidden size, F width of the target's features (`TargetModel`), V target vocabulary,
+R draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
 
-Training unrolls the head as decoding does (`eagle_fsd.heads.unrolling`). One step is the published EAGLE-1/2 training.
-Several steps are HASS or, without feature regression, the training of EAGLE-3.
+Training unrolls the head as decoding does. One step is the published EAGLE-1/2 training. Several steps are HASS or,
+without feature regression, the training of EAGLE-3. Logits [C, R] never exist as a whole: they are computed in chunks
+of positions (`InChunks`).
 
 With a reduced draft vocabulary, p and q are distributions over its R tokens, as in EAGLE-3's training. Positions whose
 token is not in it are skipped, and the rest of the target's output layer is not computed.
@@ -12,18 +14,20 @@ token is not in it are skipped, and the rest of the target's output layer is not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.unrolling import unroll
+from eagle_fsd.heads.unrolling import predicting, unroll
 from eagle_fsd.utils.checks import require_integer, require_number
 
 MOST_STEPS = 32  # each step needs the memory of one more forward pass
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**25}  # logits in memory at a time, a few times over
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Objective:
 ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
 TERMS = ("regression", *ON_LOGITS)
 
-# Objectives by name. To add one, add a line here; to add a term, add a field above and a line in `term_sums`.
+# Objectives by name. To add one, add a line here; to add a term, add a field above and a line in `logit_sum`.
 OBJECTIVES: dict[str, Objective] = {
     "eagle": Objective(regression=1.0, soft_ce=0.1, noise=0.1),
     "sparse": Objective(regression=1.0, soft_ce=0.1, logit_stride=4),
@@ -115,14 +119,21 @@ def objective_text(objective: Objective) -> str:
                     if getattr(objective, field.name) != field.default)
 
 
-def term_sums(
-    objective: Objective,
+def regression_sum(
     predicted: Tensor,  # [M, D]
     true_features: Tensor,  # [M, D]
-    log_q: Tensor,  # [M / logit_stride or fewer, R], the head's log-probabilities
-    p: Tensor,  # of the same shape, the target's probabilities
 ) -> Tensor:
-    """Weighted sum of the objective's terms over the M positions, a scalar."""
+    """The regression term's sum over the positions, a scalar."""
+    distance = nn.functional.smooth_l1_loss(predicted.float(), true_features.float(), reduction="none")
+    return distance.mean(-1).sum()
+
+
+def logit_sum(
+    objective: Objective,
+    log_q: Tensor,  # [C, R], the head's log-probabilities
+    p: Tensor,  # [C, R], the target's probabilities
+) -> Tensor:
+    """Weighted sum of the terms that compare distributions over the positions, a scalar."""
     total = log_q.new_zeros(())
     if objective.soft_ce:
         total = total - objective.soft_ce * (p * log_q).sum()
@@ -134,11 +145,41 @@ def term_sums(
         total = total + objective.tv * (1 - overlap).sum()
         if objective.lk:
             total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
-    total = total * objective.logit_stride
-    if objective.regression:
-        distance = nn.functional.smooth_l1_loss(predicted.float(), true_features.float(), reduction="none")
-        total = total + objective.regression * distance.mean(-1).sum()
     return total
+
+
+class InChunks(torch.autograd.Function):
+    """The sum of a function over chunks of positions, one chunk of one step in memory at a time: its gradients are
+    computed beside its value (as in Liger's fused linear cross-entropy, arXiv 2410.10989)."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        function: Callable[[slice], Callable[[Tensor, int], tuple[Tensor, Tensor]]],  # see `AlignedLoss.comparison`
+        rows: int,  # positions in a chunk
+        predicted: Tensor,  # [steps, C, D]
+        *weights: Tensor,  # other tensors that the function reads
+    ) -> tuple[Tensor, Tensor]:  # the sum of its first result, and [steps] the sums of its second
+        learns = any(ctx.needs_input_grad)
+        total, counts = predicted.new_zeros((), dtype=torch.float32), predicted.new_zeros(len(predicted), dtype=int)
+        ctx.grads = [torch.zeros_like(predicted) if learns else None, *[None] * len(weights)]
+        for first in range(0, predicted.shape[1], rows):
+            compare = function(chunk := slice(first, first + rows))
+            for step, each in enumerate(predicted):
+                with torch.set_grad_enabled(learns):
+                    value, count = compare(read := each[chunk].detach().requires_grad_(learns), step)
+                total, counts[step] = total + value.detach(), counts[step] + count
+                if learns:
+                    ctx.grads[0][step, chunk], *others = torch.autograd.grad(value, [read, *weights], allow_unused=True)
+                    for number, grad in enumerate(others, 1):
+                        known = ctx.grads[number]
+                        ctx.grads[number] = grad if known is None else known.add_(grad)
+        ctx.mark_non_differentiable(counts)
+        return total, counts
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple:
+        return None, None, *(None if each is None else each.mul_(grad) for each in ctx.grads)
 
 
 class AlignedLoss(nn.Module):
@@ -164,29 +205,49 @@ class AlignedLoss(nn.Module):
 
     def forward(
         self,
-        features: Tensor,  # [B, T, F] of the target
-        tokens: Tensor,  # [B, T]
-        learned: Tensor,  # [B, T] bool
-        noise: Tensor | None = None,  # [B, T, F], added to the features that the head reads
+        features: Tensor,  # [T, F] of the target
+        tokens: Tensor,  # [T]
+        learned: Tensor,  # [T] bool
+        lengths: Sequence[int],  # of the texts
+        noise: Tensor | None = None,  # [T, F], added to the features that the head reads
     ) -> tuple[Tensor, Tensor]:
         """Sums over learned positions: the loss, and for each aligned step [steps] how often q's best token is p's.
 
         With a `logit_stride`, the latter are estimates from some of the positions.
         """
-        logits_of, objective = self._logits[0], self.objective
+        head, objective = self.head, self.objective
+        slots, positions = predicting(lengths, tokens.device)
+        true, chosen = features[slots + 1, -head.target_hidden_size :], learned[slots + 2]
+        compared = chosen & (positions % objective.logit_stride == self.residue) & head.names(tokens[slots + 2])
+        loss, kept = features.new_zeros((), dtype=torch.float32), []
         read = features if noise is None else features + noise
-        true_features, chosen = features[:, 1:-1, -self.head.target_hidden_size :], learned[:, 2:]
-        positions = torch.arange(chosen.shape[1], device=tokens.device)[None]
-        compared = chosen & (positions % objective.logit_stride == self.residue)
-        compared &= self.head.names(tokens[:, 2:])
+        for step, predicted in enumerate(unroll(head, read, tokens, lengths, objective.aligned_steps)):
+            if objective.regression:
+                weight = objective.regression * objective.step_decay**step
+                loss = loss + weight * regression_sum(predicted[chosen], true[chosen])
+            kept.append(predicted[compared])
+        kept, weights = torch.stack(kept), [weight for weight in head.parameters() if weight.requires_grad]
+        if not (objective.learns_logits and torch.is_grad_enabled()):
+            kept, weights = kept.detach(), []
+        width = head.config.vocab_size if head.output_rows is None else head.draft_vocab_size
+        rows = max(1, CHUNK_LOGITS.get(tokens.device.type, CHUNK_LOGITS["cuda"]) // width)
+        on_logits, agreement = InChunks.apply(partial(self.comparison, true[compared]), rows, kept, *weights)
+        return loss + on_logits * objective.logit_stride, agreement * objective.logit_stride
+
+    def comparison(
+        self,
+        true_features: Tensor,  # [C, D]
+        chunk: slice,
+    ) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+        """A function of a step's predictions [c, D] for a chunk of the positions, and the number of the step: the terms
+        that compare distributions, and how often their best tokens are the same."""
+        objective, output = self.objective, self._logits[0]
         with torch.no_grad():
-            p = self.head.target_logits(true_features[compared], logits_of).float().softmax(-1)  # [M / logit_stride, R]
-        loss, agreement = p.new_zeros(()), []
-        learns_logits = torch.is_grad_enabled() and any(getattr(objective, name) for name in ON_LOGITS)
-        for step, predicted in enumerate(unroll(self.head, read, tokens, objective.aligned_steps)):
-            with torch.set_grad_enabled(learns_logits):
-                log_q = self.head.own_logits(predicted[compared], logits_of).float().log_softmax(-1)
-            terms = term_sums(objective, predicted[chosen], true_features[chosen], log_q, p)
-            loss = loss + objective.step_decay**step * terms
-            agreement.append((log_q.argmax(-1) == p.argmax(-1)).sum() * objective.logit_stride)
-        return loss, torch.stack(agreement)
+            p = self.head.target_logits(true_features[chunk], output).float().softmax(-1)  # [c, R]
+
+        def compare(predicted: Tensor, step: int) -> tuple[Tensor, Tensor]:
+            log_q = self.head.own_logits(predicted, output).float().log_softmax(-1)
+            terms = objective.step_decay**step * logit_sum(objective, log_q, p)
+            return terms, (log_q.argmax(-1) == p.argmax(-1)).sum()
+
+        return compare

@@ -5,6 +5,7 @@ All are functions of the settings and the step, so that a run can resume, and ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,13 +129,14 @@ def split_batch(batch: np.ndarray, parts: int) -> list[np.ndarray]:
     return [batch[part::parts] for part in range(parts)]
 
 
-def feature_noise(indices: np.ndarray, lengths: np.ndarray, features: Tensor, amplitude: float, seed: int) -> Tensor:
-    """Uniform noise [B, T, D] in +- amplitude * 512 / length, a function of (seed, document) and so the same for any
-    split of the batch over processes."""
-    noise = torch.zeros_like(features)
-    generator = torch.Generator(features.device)
-    for row, (document, length) in enumerate(zip(indices.tolist(), lengths.tolist(), strict=True)):
+def feature_noise(
+    indices: np.ndarray, lengths: Sequence[int], features: Tensor, amplitude: float, seed: int
+) -> Tensor:
+    """Uniform noise [T, F] in +- amplitude * 512 / length for a pack of documents, a function of (seed, document) and
+    so the same for any split of the batch over processes."""
+    parts, generator = [], torch.Generator(features.device)
+    for document, length in zip(indices.tolist(), lengths, strict=True):
         generator.manual_seed(hash((seed, document)) % 2**63)
-        drawn = torch.rand(length, features.shape[2], generator=generator, device=features.device)
-        noise[row, :length] = (drawn * 2 - 1) * (amplitude * 512 / length)
-    return noise
+        drawn = torch.rand(length, features.shape[1], generator=generator, device=features.device)
+        parts.append((drawn * 2 - 1) * (amplitude * 512 / length))
+    return torch.cat(parts).to(features.dtype)

@@ -7,6 +7,7 @@ EAGLE-3 head reads (see `TargetModel`).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.documents import Documents, split_by_size
 from eagle_fsd.data.files import check_same
 from eagle_fsd.heads.output_rows import OutputRows
 from eagle_fsd.loading.load import load_model
@@ -28,6 +29,8 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel, copy_to
 
 from .config import TrainingConfig
+
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}  # of one forward pass
 
 
 def target_digest(target: TargetModel) -> str:
@@ -65,20 +68,44 @@ class TargetEnds(nn.Module):
 
 
 class OnlineFeatures:
-    """Features that the frozen target computes in each step."""
+    """Features of documents, computed by the frozen target.
+
+    Args:
+        batch_tokens: most tokens of a forward pass, padding included, unless a document is longer.
+        device: of the features; the target computes on its own.
+    """
 
     kind = "computed in each step"
 
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
+    def __init__(
+        self, target: TargetModel, documents: Documents, batch_tokens: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.target, self.documents, self.batch_tokens, self.device = target, documents, batch_tokens, device
 
     @torch.no_grad()
-    def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
+    def __call__(self, indices: np.ndarray, advance: Callable[[int], None] = lambda tokens: None) -> Tensor:
+        """Features [T, F] of documents, one after the other; computed in batches of similar length.
+
+        Args:
+            advance: called with the number of tokens after each batch.
+        """
+        lengths, target = self.documents.lengths[indices], self.target
+        ends = np.cumsum(lengths)
+        features = torch.empty(ends[-1], target.feature_size, dtype=target.dtype, device=self.device)
+        for batch in split_by_size(np.argsort(lengths, kind="stable"), lengths, self.batch_tokens):
+            tokens = torch.from_numpy(self.documents.collate(indices[batch])[0])
+            computed = self._forward(tokens.to(target.device))
+            for row, place in enumerate(batch):
+                features[ends[place] - lengths[place] : ends[place]] = computed[row, : lengths[place]]
+            advance(int(lengths[batch].sum()))
+        return features
+
+    def _forward(self, tokens: Tensor) -> Tensor:
         """Features [B, T, F] of a padded batch [B, T]; those of padding are meaningless."""
         if self.target.fused is not None:
             batch, length = tokens.shape
             return self.target.forward(tokens, None, None, self.target.new_cache(length, batch))
-        return self.target.features(tokens.to(self.target.device), use_cache=False)
+        return self.target.features(tokens, use_cache=False)
 
 
 @dataclass
@@ -126,18 +153,18 @@ class OfflineFeatures:
             head.bias = nn.Parameter(stored["lm_head_bias"], requires_grad=False)
         return TargetEnds(embed, head, self.index["scale"], self.index["softcap"])
 
-    def __call__(self, indices: np.ndarray, tokens: Tensor) -> Tensor:
-        """Features [B, T, F] of a padded batch [B, T], 0 at padding."""
-        rows = torch.zeros(*tokens.shape, self.index["feature_size"], dtype=self.dtype)
-        for row, document in enumerate(indices):
+    def __call__(self, indices: np.ndarray) -> Tensor:
+        """Features [T, F] of documents, one after the other."""
+        parts = []
+        for document in indices:
             shard = int(np.searchsorted(self.first, document, side="right")) - 1
             if shard not in self._open:
                 self._open[shard] = safe_open(shard_path(self.directory, shard), "pt").__enter__()
             start_of_shard = int(self.documents.ends[self.first[shard] - 1]) if self.first[shard] else 0
             end = int(self.documents.ends[document]) - start_of_shard
             length = int(self.documents.lengths[document])
-            rows[row, :length] = self._open[shard].get_slice("features")[end - length : end]
-        return rows.to(tokens.device)
+            parts.append(self._open[shard].get_slice("features")[end - length : end])
+        return torch.cat(parts)
 
 
 def shard_path(directory: Path, number: int) -> Path:
@@ -179,7 +206,9 @@ class Teacher:
         """
         if config.features is None:
             target = open_target(config, accelerator, layers)
-            return cls(target, OnlineFeatures(target), TargetEnds.of(target, accelerator.device))
+            most = BATCH_TOKENS.get(target.device.type, BATCH_TOKENS["cuda"])
+            features = OnlineFeatures(target, documents, most, accelerator.device)
+            return cls(target, features, TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)
         check_same(config.features, {"dtype": features.index["dtype"], "quantization": features.index.get("weights")},
                    {"dtype": f"torch.{config.target_dtype}", "quantization": form_name(config.quantization)},

@@ -98,8 +98,6 @@ class Trainer:
         head.share_embeddings(ends.embed_tokens)
         head.to(device)
         set_draft_vocabulary(head, config, self.documents, ends)
-        if device.type == "cpu":
-            head.config._attn_implementation = "eager"  # its backward pass takes half the time of sdpa's there
         self.head = head  # for its class and config only: sharding replaces its weights
         optimizer = torch.optim.AdamW(
             head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
@@ -140,19 +138,19 @@ class Trainer:
         """Sums over the learned positions of some documents; zero if this process has none."""
         empty, device = len(indices) == 0, self.accelerator.device
         indices = batch[:1] if empty else indices
-        tokens, learned = (torch.from_numpy(array).to(device) for array in self.documents.collate(indices))
+        tokens, learned = (torch.from_numpy(array).to(device) for array in self.documents.pack(indices))
         if empty:
             learned = torch.zeros_like(learned)
-        features = self.teacher.features(indices, tokens).to(device)
+        lengths = self.documents.lengths[indices].tolist()
+        features = self.teacher.features(indices).to(device)
         if self.accelerator.mixed_precision == "no":
             features = features.to(self.trained[0].dtype)
         noise = None
         if self.config.objective.noise:
-            lengths = self.documents.lengths[indices]
             seed = self.config.seed * 1_000_003 + self.step
             noise = feature_noise(indices, lengths, features, self.config.objective.noise, seed)
         with self.accelerator.autocast():
-            return self.model(features, tokens, learned, noise)
+            return self.model(features, tokens, learned, lengths, noise)
 
     def current_head(self) -> DraftHead | None:
         """A copy of the head in float32 on the main process; None on others. All processes must call it."""

@@ -120,6 +120,11 @@ class Documents:
         where = np.where(inside, (ends - lengths)[:, None] + column, 0)
         return np.where(inside, self.tokens[where], 0).astype(np.int64), inside & self.learned[where]
 
+    def pack(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """tokens [T] int64 and learned [T] bool of documents, one after the other."""
+        tokens, learned = zip(*map(self.document, indices), strict=True)
+        return np.concatenate(tokens).astype(np.int64), np.concatenate(learned)
+
     def learnable(self, indices: Iterable[int]) -> int:
         """Number of positions from which a head learns: learned tokens with at least two tokens before them."""
         return sum(int(self.document(index)[1][2:].sum()) for index in indices)

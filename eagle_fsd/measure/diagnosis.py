@@ -195,15 +195,15 @@ def other_configs(head: DraftHead) -> list[OtherConfig]:
 
 def agreements(
     head: DraftHead,
-    features: Tensor,  # [1, T, F] of the target
-    tokens: Tensor,  # [1, T]
+    features: Tensor,  # [T, F] of the target
+    tokens: Tensor,  # [T]
     at: Tensor,  # [C] indices of tokens
     likeliest: Tensor,  # [C] the target's best among the tokens that the head can draft, as indices into `own_logits`
     target: TargetModel,
 ) -> Tensor:  # [STEPS, C] bool
     """Whether the head's best token is the target's, at each step of a chain of drafts."""
-    return torch.stack([head.own_logits(predicted[0, at - 2], target.logits).argmax(-1) == likeliest
-                        for predicted in unroll(head, features, tokens, STEPS)])
+    return torch.stack([head.own_logits(predicted[at - 2], target.logits).argmax(-1) == likeliest
+                        for predicted in unroll(head, features, tokens, [len(tokens)], STEPS)])
 
 
 @torch.no_grad()
@@ -242,10 +242,10 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
         covered = at[head.names(tokens[0, at])]
         totals.covered += len(covered)
         likeliest = head.target_logits(features[0, covered - 1, -head.target_hidden_size :], target.logits).argmax(-1)
-        agreed = agreements(head, features, tokens, covered, likeliest, target)  # [STEPS, C]
+        agreed = agreements(head, features[0], tokens[0], covered, likeliest, target)  # [STEPS, C]
         totals.agreed += agreed.sum(1).cpu()
         for other, changed in others:
-            agreed_then = agreements(changed, features, tokens, covered, likeliest, target)
+            agreed_then = agreements(changed, features[0], tokens[0], covered, likeliest, target)
             other.agreed += agreed_then.sum(1).cpu()
             other.squares += float((agreed_then.sum(0) - agreed.sum(0)).square().sum())
         inner = at[learned[0].roll(-1)[at]]
