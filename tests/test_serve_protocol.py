@@ -605,6 +605,10 @@ def test_a_request_may_switch_drafting(client):
     ({"chat_template_kwargs": {"tokenize": True, "messages": []}}, "must not have tokenize", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "rejects the chat", None),
     ({"continue_final_message": True, "add_generation_prompt": True}, "rejects the chat", None),
+    ({"treshold": 0.3}, "unknown field 'treshold'; did you mean 'threshold'?", "treshold"),
+    ({"head_gaurd": 1}, "did you mean 'head_guard'?", "head_gaurd"),
+    ({"maxTokens": 1}, "did you mean 'max_tokens'?", "maxTokens"),
+    ({"topk": 1}, "did you mean 'top_k'?", "topk"),
     ({"guided_regex": "x"}, 'use response_format={"type": "regex", "regex": R}', "guided_regex"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
      "tools must have a JSON schema of an object as parameters, got {'type': 'array'} of f", "tools"),
@@ -617,7 +621,9 @@ def test_errors_are_in_our_words(server, changed, said, param):
 
 
 @pytest.mark.parametrize(("changed", "ignored"), [
-    ({"reasoning_effort": "low", "metadata": {"a": 1}, "thresold": 1}, "metadata, reasoning_effort, thresold"),
+    ({"reasoning_effort": "low", "metadata": {"a": 1}}, "metadata, reasoning_effort"),
+    (dict.fromkeys(("top_a", "temperature_last", "repetition_penalty_range", "prompt_logprobs", "xtc_threshold"), 1),
+     "prompt_logprobs, repetition_penalty_range, temperature_last, top_a, xtc_threshold"),  # of other servers
     ({"user": None, "seed": -1, "min_tokens": 2, "stop": []}, None),  # null; those that we know
     ({"messages": [CHAT[0] | {"type": "text"}]}, "messages.type"),  # as lm-eval's
     ({"messages": [{"role": "user", "content": [

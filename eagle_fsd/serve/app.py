@@ -178,8 +178,8 @@ async def respond(service: Service, request: Request, body: AnswerRequest) -> Re
     model, spell = service.engine.model, None
     if body.model is not None:
         service.check_name(body.model)
-    ignored = service.ignored(body)
     options = await asyncio.to_thread(body.options, service.defaults)  # long lists in it would block the event loop
+    ignored = service.ignored(body)
     if body.alternatives is not None:
         ends = tuple(sorted(end_tokens(model, chat=isinstance(body, ChatRequest))))
         spell = await asyncio.to_thread(speller, model.tokenizer, model.target.vocab_size, ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from .splitter import MOST_CALLS, Splitter, message_start, response_template
 from .tools import call_schema, check_tools, chosen_tools
 
 log = logging.getLogger(__name__)
+NEAR = 0.88  # similarity of misspelt names; names that other servers know are less similar: xtc_threshold has 0.82
 LONGEST_MESSAGE = 600  # characters; messages quote values of the request
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "2"}}
@@ -273,10 +275,14 @@ class AnswerRequest(OptionFields):
         """The decoding options: the request's, then the server's defaults.
 
         Raises:
-            Refusal: a field is not supported and would change the answer, or a value is invalid.
+            Refusal: a field is misspelt, or not supported and would change the answer, or a value is invalid.
         """
         options: dict[str, Any] = {}
         unknown = self.unknown()
+        for name in sorted(unknown):  # a misspelt option would be ignored
+            near = difflib.get_close_matches(name.lower().replace("-", "_")[:64], OptionFields.model_fields, 1, NEAR)
+            if near:
+                raise Refusal(400, f"unknown field {name!r}; did you mean {near[0]!r}?", param=name)
         for name, value in self.decoding().items():
             ours = self.our_names.get(name, name)
             # vLLM and llama.cpp turn top_k off and draw a seed with -1.
