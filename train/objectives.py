@@ -73,6 +73,11 @@ class Objective:
             raise ValueError(f"objective: aligned_steps must be at most {MOST_STEPS}, got {self.aligned_steps}")
         require_number("objective: step_decay", self.step_decay, "a number in (0, 1]", lambda x: 0 < x <= 1)
 
+    @property
+    def learns_logits(self) -> bool:
+        """Whether any term compares distributions."""
+        return any(getattr(self, name) for name in ON_LOGITS)
+
 
 ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
 TERMS = ("regression", *ON_LOGITS)
