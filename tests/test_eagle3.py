@@ -501,7 +501,7 @@ def test_saved_heads_load_again(tmp_path, named, options):
     assert getattr(loaded.config, "norm_before_residual", False) is bool(options)
 
 
-def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path):
+def test_inspect_says_what_it_is(target, tmp_path):
     write(tmp_path / "head", random_head(NAMED), "midlayer")
     target.save_pretrained(tmp_path / "target")
     found = inspect_head(tmp_path / "head", tmp_path / "target")
@@ -511,11 +511,44 @@ def test_inspect_says_what_it_is_and_sglang_is_not_exported_to(target, tmp_path)
     tiny_target().save_pretrained(tmp_path / "shallow")
     (problem,) = inspect_head(tmp_path / "head", tmp_path / "shallow").target_problems
     assert "from 0 to 2, the output of the target's last" in problem
-    with pytest.raises(ValueError, match="which can be exported to vllm, llama.cpp only, got sglang"):
-        export_head(tmp_path / "head", "sglang", tmp_path / "out")
-    path = export_head(tmp_path / "head", "vllm", tmp_path / "out")
-    assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < load_file(path).keys()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+@pytest.mark.parametrize(("to", "file"), [("eagle", "pytorch_model.bin"), ("sglang", "model.safetensors"),
+                                          ("vllm", "model.safetensors")])
+def test_heads_are_exported_in_the_layout_of_their_authors(tmp_path, to, file):
+    """As read here, too; no program gets a variant that it does not compute."""
+    write(tmp_path / "head", random_head(NAMED), "speculators", embeddings=False)
+    before = inspect_head(tmp_path / "head").server_problems[to]
+    assert (to == "vllm") == (before == []) and (to == "vllm" or "would ignore layers.0.*" in before[0])
+    path = export_head(tmp_path / "head", to, tmp_path / "out", dtype=torch.float32)
+    assert path == tmp_path / "out" / file and inspect_head(tmp_path / "out").server_problems[to] == []
+    state = load_file(path) if file.endswith("safetensors") else torch.load(path, weights_only=True)
+    assert {"midlayer.hidden_norm.weight", "d2t", "t2d", "lm_head.weight"} < state.keys()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and "target_hidden_size" not in config
+    ours, back = load_head(tmp_path / "head").state_dict(), load_head(tmp_path / "out").state_dict()
+    assert ours.keys() == back.keys() and all(torch.equal(ours[name], back[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("options", "trait", "supported"), [
+    ({"norm_before_residual": True}, "norm_before_residual", {"vllm"}), ({"fc_norm": True}, "fc_norm", {"vllm"}),
+    ({"qk_norm": True}, "qk_norm", {"vllm"}), ({"qkv_bias": True}, "biases of q, k and v", {"vllm"}),
+    ({"use_last_layernorm": False}, "no norm before its output layer", set()),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "target layers other than 2, n/2 and n-3", {"vllm", "sglang"}),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, None, {"vllm", "sglang", "eagle"}),
+])
+def test_what_a_program_does_not_compute_is_refused_and_said(tmp_path, options, trait, supported):
+    save_head(random_head(NAMED, **options), tmp_path / "head")
+    found = inspect_head(tmp_path / "head")
+    assert found.facts["variant"] == (trait or "as published by its authors")
+    for to in ("eagle", "sglang", "vllm"):
+        said = [f"it would not compute {trait}"] if to not in supported else []
+        assert [each for each in found.server_problems[to] if "architecture" not in each] == said
+        if to in supported:
+            export_head(tmp_path / "head", to, tmp_path / to)
+        else:
+            with pytest.raises(ValueError, match=f"has {trait}: {to} does not compute such EAGLE-3 heads"):
+                export_head(tmp_path / "head", to, tmp_path / to)
 
 
 def test_threads_read_their_own_features():

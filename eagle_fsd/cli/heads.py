@@ -122,7 +122,9 @@ class InspectCommand:
         for name, value in report.facts.items():
             print(f"{name + ':':<20}{value}")
         for server, problems in report.server_problems.items():
-            verdict = "; ".join(problems) + f" (eagle-fsd export --to {server})" if problems else "loads it unchanged"
+            hint = "" if any("would not compute" in problem for problem in problems) else (
+                f" (eagle-fsd export --to {server})")
+            verdict = "; ".join(problems) + hint if problems else "loads it unchanged"
             print(f"{server + ':':<20}{verdict}")
         if report.target_problems:
             raise ValueError(f"{self.head} does not fit {self.target}: {'; '.join(report.target_problems)}")

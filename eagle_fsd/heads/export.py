@@ -1,7 +1,8 @@
 """Export a draft head in the layout of a server.
 
-Three servers read the same tensors. They differ in the file, the name of the architecture, and the treatment of `fc`'s
-bias; llama.cpp reads a GGUF file (`llama_cpp.py`). vLLM's CPU build (`make test-vllm`) and llama.cpp were tested.
+Three programs read the same tensors. They differ in the file, the name of the architecture, the treatment of `fc`'s
+bias, and the variants of EAGLE-3 that they compute; llama.cpp reads a GGUF file (`llama_cpp.py`). vLLM's CPU build
+(`make test-vllm`) and llama.cpp were tested.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from ..models.loading import load_target
 from .checkpoint import load_head, require_empty, save_head
 from .eagle import DraftHead
-from .eagle3 import Eagle3Head
+from .eagle3 import Eagle3Head, default_layers
+from .layouts import LAYER_IDS, NORMS
 from .llama_cpp import write_gguf
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class Layout:
         file: name of the weights file.
         embeddings: whether the file must contain the token embeddings (otherwise the server uses the target's).
         token_map: whether the server can draft a reduced vocabulary.
-        eagle3: whether EAGLE-3 heads are exported for it, in the layout of their authors.
+        eagle3: those of `eagle3_traits` that it computes.
         activations: those that the server supports; None: not checked.
     """
 
@@ -41,15 +43,19 @@ class Layout:
     file: str
     embeddings: bool
     token_map: bool
-    eagle3: bool = False
+    eagle3: tuple[str, ...] = ()
     activations: tuple[str, ...] | None = None
 
 
+VARIANTS = (*NORMS, "norm_before_residual", "qk_norm")  # fields of config.json
+FC_BIAS, QKV_BIAS, NO_NORM = "a trained fc.bias", "biases of q, k and v", "no norm before its output layer"
+NO_OUTPUT, LAYERS = "no output layer of its own", "target layers other than 2, n/2 and n-3"
 LAYOUTS: dict[str, Layout] = {
     "eagle": Layout("LlamaForCausalLM", "any", "pytorch_model.bin", embeddings=True, token_map=False),
-    "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False, token_map=True),
-    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False, eagle3=True,
-                   activations=("silu",)),
+    "sglang": Layout("LlamaForCausalLMEagle", "always", "model.safetensors", embeddings=False, token_map=True,
+                     eagle3=(FC_BIAS, LAYERS)),
+    "vllm": Layout("LlamaForCausalLM", "never", "model.safetensors", embeddings=False, token_map=False,
+                   eagle3=(*VARIANTS, QKV_BIAS, NO_OUTPUT, LAYERS), activations=("silu",)),
 }
 LLAMA_CPP = "llama.cpp"
 
@@ -57,6 +63,16 @@ LLAMA_CPP = "llama.cpp"
 def has_trained_bias(head: DraftHead) -> bool:
     """Whether `fc` has a bias that is not zero."""
     return head.fc.bias is not None and bool(head.fc.bias.detach().abs().max() > 0)
+
+
+def eagle3_traits(head: Eagle3Head) -> list[str]:
+    """What an EAGLE-3 head has that those of the authors have not: fields of config.json, and names above."""
+    ids = getattr(head.config, LAYER_IDS, None)
+    others = {FC_BIAS: has_trained_bias(head), QKV_BIAS: head.layers[0].self_attn.q_proj.bias is not None,
+              NO_NORM: isinstance(head.norm, torch.nn.Identity), NO_OUTPUT: head.lm_head is None,
+              LAYERS: ids is not None and tuple(sorted(ids)) != default_layers(max(ids) + 3)}
+    return [*(name for name in VARIANTS if getattr(head.config, name, False)), *(name for name, has in others.items()
+                                                                                  if has)]
 
 
 def export_head(
@@ -74,8 +90,8 @@ def export_head(
             GGUF file.
 
     Raises:
-        ValueError: the server is unknown, or does not support the head (EAGLE-3, the activation), or would drop its
-            trained bias; embeddings are missing; or the folder is not empty. For llama.cpp see `write_gguf`.
+        ValueError: the server is unknown, or does not support the head (a variant of EAGLE-3, the activation), or would
+            drop its trained bias; embeddings are missing; or the folder is not empty. For llama.cpp see `write_gguf`.
         ImportError: see `write_gguf`.
         OSError: `directory` cannot be written.
     """
@@ -86,21 +102,21 @@ def export_head(
     require_empty(directory)
     layout, head = LAYOUTS[to], load_head(source)
     eagle3 = isinstance(head, Eagle3Head)
-    if eagle3 and not layout.eagle3:
-        accepted = [*(name for name, form in LAYOUTS.items() if form.eagle3), LLAMA_CPP]
-        raise ValueError(f"{source} is an EAGLE-3 head, which can be exported to {', '.join(accepted)} only, got {to}")
+    wrong = [trait for trait in eagle3_traits(head) if trait not in layout.eagle3] if eagle3 else []
+    if wrong:
+        raise ValueError(f"{source} has {', '.join(wrong)}: {to} does not compute such EAGLE-3 heads")
     if layout.activations and head.config.hidden_act not in layout.activations:
         raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "
                          f"{' and '.join(layout.activations)} only")
-    if eagle3 and isinstance(head.norm, torch.nn.Identity):
-        raise ValueError(f"{source} has no norm before its output layer, and {to} always computes one")
-    if layout.bias == "never":
+    if eagle3 and FC_BIAS not in layout.eagle3 or layout.bias == "never":
         if has_trained_bias(head):
             raise ValueError(f"{source} has a trained fc.bias, which {to} would drop; train the head without one")
         head.fc.bias = None
-    if layout.bias == "always" and head.fc.bias is None:
+    if layout.bias == "always" and head.fc.bias is None and not eagle3:
         head.fc.bias = torch.nn.Parameter(torch.zeros(head.config.hidden_size))
-    if layout.embeddings and head.shares_embeddings:
+    if eagle3 and head.shares_embeddings:  # the authors' code loads the target's unless the config has this field
+        head.config.target_hidden_size = None
+    elif layout.embeddings and head.shares_embeddings:
         if target is None:
             raise ValueError(f"{source} has no embeddings, and {to} needs them in the file: pass the target")
         model, _ = load_target(target, device="cpu", trust_remote_code=trust_remote_code)
@@ -118,5 +134,5 @@ def export_head(
     # In vLLM, attention_bias would give o a bias, too; qkv_bias stays.
     own = {"attention_bias": False} if to == "vllm" and head.layers[0].self_attn.o_proj.bias is None else {}
     if eagle3:
-        return save_head(head, directory, dtype=dtype, **own)
+        return save_head(head, directory, dtype=dtype, file=layout.file, **own)
     return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **own)

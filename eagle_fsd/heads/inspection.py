@@ -9,13 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
+from ..data.sources import fetch
 from ..utils.locks import one_at_a_time
 from ..utils.text import token_difference
-from .checkpoint import TOKEN_MAP, is_causal_lm, load_head
+from .checkpoint import TOKEN_MAP, is_causal_lm, load_head, weight_files, weight_names
 from .eagle import DraftHead
-from .eagle3 import LAST_NORM, Eagle3Head
-from .export import LAYOUTS, Layout, has_trained_bias
-from .layouts import LAYER_IDS, NORMS
+from .eagle3 import Eagle3Head
+from .export import LAYERS, LAYOUTS, Layout, eagle3_traits, has_trained_bias
+from .layouts import LAYER_IDS, SPECFORGE, eagle_config, read_json
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Inspection:
 
     facts: properties by name.
     target_problems: why the drafter does not fit the target; None: no target was passed.
-    server_problems: why each server cannot serve the files unchanged; for EAGLE-1/2 heads only.
+    server_problems: what each server would read wrongly in the files as they are.
     """
 
     facts: dict[str, str]
@@ -62,14 +63,11 @@ def inspect_head(
     if eagle3:
         layers = ", ".join(map(str, getattr(config, LAYER_IDS, None) or ("2", "n/2", "n-3")))
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
-        variant = [name for name in (*NORMS, "norm_before_residual", "qk_norm") if getattr(config, name, False)]
-        variant += [] if getattr(config, LAST_NORM, True) else ["no last norm"]
-        facts["variant"] = ", ".join(variant) or "as published by its authors"
+        facts["variant"] = ", ".join(eagle3_traits(head)) or "as published by its authors"
         facts["reads"] = f"the inputs of layers {layers} of the target's n"
     architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = {} if eagle3 else {
-        name: layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()
-    }
+    problems = {name: eagle3_problems(head, name, architecture, source) if eagle3
+                else layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()}
     fit = None if target is None else target_problems(head, target, trust_remote_code)
     return Inspection(facts, fit, problems)
 
@@ -109,6 +107,24 @@ def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool
         head.target_layers(config.num_hidden_layers)
     except ValueError as error:
         problems.append(str(error))
+    return problems
+
+
+def eagle3_problems(head: Eagle3Head, server: str, architecture: str, source: str | Path) -> list[str]:
+    """What a server would read wrongly in the files of an EAGLE-3 head, by its published code."""
+    files, traits = weight_files(str(source)), eagle3_traits(head)
+    problems = [f"it would not compute {trait}" for trait in traits if trait not in LAYOUTS[server].eagle3]
+    if server == "vllm":
+        return problems
+    if not any(name.startswith("midlayer.") for name in weight_names(files[0])):
+        problems.append("it looks for midlayer.*, and would ignore layers.0.*")
+    if server == "sglang" and architecture != SPECFORGE:
+        problems.append(f"config.json has the architecture {architecture}, required is {SPECFORGE}")
+    nested = eagle_config(read_json(fetch(str(source), "config.json")))
+    if server == "sglang" and LAYERS in traits and not nested.get(LAYER_IDS):
+        problems.append(f"it looks for {LAYER_IDS} in eagle_config, and would read layers 2, n/2 and n-3")
+    if server == "eagle" and len(files) > 1:
+        problems.append("it looks for one file of weights")
     return problems
 
 
