@@ -143,6 +143,8 @@ def test_what_a_head_cannot_follow_is_said(caplog):
     new_head(config, tiny_config("phi3", rope_parameters=LONG_ROPE))
     assert "default rotary embedding with theta 20000 over whole attention heads; the target has " \
         "one of type longrope, over 0.5 of each" in caplog.text
+    assert new_head(config, tiny_config("gemma4_text", global_head_dim=16)).config.head_dim == 16
+    assert "has the sizes of the last one" in caplog.text
     head = new_head(config, tiny_config("glm4_moe", num_attention_heads=6))
     assert (head.config.num_attention_heads, head.config.num_key_value_heads, head.config.head_dim) == (4, 2, 8)
     assert "has 4 attention heads, since the target's 6 do not divide the hidden size 16" in caplog.text

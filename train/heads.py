@@ -39,7 +39,9 @@ def target_shape(text: PreTrainedConfig) -> dict[str, object]:
     Raises:
         ValueError: the target has no attention heads, as state-space models have none.
     """
-    text = text.per_layer_config[-1] if text.is_heterogeneous else text
+    if text.is_heterogeneous:
+        text = text.per_layer_config[-1]
+        log.info("the target's layers differ in size: the head has the sizes of the last one")
     fields = {name: getattr(text, name) for name in SHAPE if getattr(text, name, None) is not None}
     for name in ("vocab_size", "hidden_size", "num_attention_heads"):
         if name not in fields:
