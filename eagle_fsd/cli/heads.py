@@ -66,7 +66,8 @@ class CheckCommand:
     Reads either --data or --questions.
 
     Args:
-        data: text that the head did not learn: ShareGPT, messages or text file, or dataset of prepare_data.
+        data: text that the head did not learn: ShareGPT, messages or text file, or dataset of prepare_data. Of the
+            dataset that it was trained on, only the held-out documents are read.
         questions: questions that the target answers first, greedily: JSON lines of prompts, MT-Bench, GSM8K, HumanEval.
         documents: number of conversations, questions or pieces of a text: the first of a file, the last of a dataset.
         max_new_tokens: most tokens of each answer to --questions.
