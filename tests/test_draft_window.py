@@ -1,18 +1,20 @@
 """A head that sees only the last W positions of the text."""
 
+import json
 import random
 
 import pytest
 import torch
 from test_captured import both
 from test_eagle3 import random_head
-from tiny import VOCAB, tiny_head, tiny_pair, tiny_target
+from tiny import VOCAB, tiny_chat_pair, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TreeConfig
 from eagle_fsd.captured import buffers
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.models import causal_lm
+from eval import draft_window
 
 TREE = TreeConfig(12, 3, 3)
 
@@ -122,3 +124,19 @@ def test_a_pair_is_loaded_with_a_window(tmp_path):
         eagle_fsd.load(tmp_path / "target", tmp_path / "target", tree=None, draft_window=64)
     with pytest.raises(ValueError, match="draft_window must be at least 1, got 0"):
         eagle_fsd.load(tmp_path / "target", tmp_path / "head", draft_window=0)
+
+
+def test_windows_are_compared(tmp_path, capsys):
+    pair = tiny_chat_pair(max_position_embeddings=512)
+    for part in (pair.target.model, pair.tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    save_head(pair.draft, tmp_path / "head")
+    (tmp_path / "text").write_text("the cat sat on the mat. " * 30, encoding="utf-8")
+    options = ["--target", tmp_path / "target", "--draft", tmp_path / "head", "--text", tmp_path / "text",
+               "--windows", "20", "--prompts", "2", "--max-new-tokens", "8", "--out", tmp_path / "out"]
+    assert draft_window.main([*map(str, options), "--lengths", "50"]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["length"], row["window"], row["same_answers"]) for row in rows] == [
+        (50, None, "2 of 2"), (50, 20, "2 of 2")]
+    assert draft_window.main([*map(str, options), "--lengths", "500"]) == 2
+    assert "2 prompts of 500 need 1000: pass more files" in capsys.readouterr().err
