@@ -222,7 +222,7 @@ class Request:
                 break
             require_drawable(logit)
             self.receipts.append(receipt)
-            if (reason := self._reason_after(receipt.token)) is not None:
+            if (reason := self._reason_after(receipt.token, len(self.receipts))) is not None:
                 self.finish(reason)
         added = self.receipts[before:]
         if self.options.budget is not None:
@@ -231,21 +231,17 @@ class Request:
         if rejected is not None and self.stats.exact_because is None:
             self._use_exact("budget", rejected)
 
-    def _reason_after(self, token: int) -> str | None:
-        """Why the answer ends after this token, its last one; None: it does not."""
+    def _reason_after(self, token: int, count: int) -> str | None:
+        """Why the answer ends after this token, its last of `count`; None: it does not."""
         if token in self.eos_ids:
             return "eos"
-        if token in self.stop_ids or self._stops_at(token, len(self.receipts)):
+        if token in self.stop_ids or self._stops_at(token, count):
             return "stop"
-        return "length" if len(self.receipts) == self.max_new_tokens else None
+        return "length" if count == self.max_new_tokens else None
 
     def complete_with(self, tokens: Sequence[int]) -> bool:
         """Whether the answer ends within these next tokens: then no processor is called for a token after them."""
-        count = len(self.receipts)
-        if count + len(tokens) >= self.max_new_tokens or any(
-                token in self.eos_ids or token in self.stop_ids for token in tokens):
-            return True
-        return any(self._stops_at(token, at) for at, token in enumerate(tokens, count + 1))
+        return any(self._reason_after(token, count) for count, token in enumerate(tokens, len(self.receipts) + 1))
 
     def _stops_at(self, token: int, count: int) -> bool:
         """Whether a stop string or criterion ends the answer after this token, its last of `count`. Both see each token
