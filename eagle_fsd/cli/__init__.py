@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,7 @@ def as_flags(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status: 2 after an error by the user, 130 after Ctrl-C."""
     words = sys.argv[1:] if argv is None else list(argv)
+    os.environ.setdefault("TQDM_DELAY", "2")  # seconds: no progress bars, such as those of transformers, for less
 
     def work() -> None:
         if words == ["--version"]:

@@ -47,7 +47,8 @@ class DemoCommand:
 
         fuzzy = {"acceptance": "fsd", "threshold": self.threshold}
         GenerateOptions(**fuzzy, max_new_tokens=self.max_new_tokens)  # raises before the models are loaded
-        print("Loading the model and its draft head. This takes a minute longer the first time.", flush=True)
+        print("Loading the model and its draft head. This takes up to a minute and a half longer the first time, "
+              "beside other work more.", flush=True)
         model = self.pair.load()
         model.stock = model.stock_in(model.target.dtype)
         half_precision = model.target.dtype != torch.float32

@@ -217,7 +217,8 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
             log.warning("cycles take %.0f%% of the stored latency: other work slowed the machine when it was measured. "
                         "Measuring again", 100 * share)
     log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
-                "This takes some seconds, for a large model half a minute; the result is stored in %s", path)
+                "This takes up to half a minute for a small model, minutes for a large one or beside other work; the "
+                "result is stored in %s", path)
     latency = measure(target, drafter)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
