@@ -76,7 +76,6 @@ setup(
         "eagle_fsd.drafting": ["curves.json", "causal_lm/curves.json"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
-        "eagle_fsd.train": ["fsdp.yaml"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],
     },
     install_requires=[

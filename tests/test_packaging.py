@@ -131,7 +131,6 @@ def test_what_is_installed_generates_outside_the_checkout(tmp_path):
     assert "EAGLE" in done.stdout and done.stdout.endswith("\n0\n8\n"), done.stderr
     assert (tmp_path / "benchmark.answers" / "run_1" / "exact.jsonl").is_file()
     assert (tmp_path / "site/eagle_fsd/checkpoints/smollm2-135m-instruct-eagle2/model.safetensors").is_file()
-    assert (tmp_path / "site/eagle_fsd/train/fsdp.yaml").is_file()
     assert not list((tmp_path / "site").rglob("small-target"))
 
 

@@ -14,19 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import CHAT_TEMPLATE, PROMPT, save_pair, tiny_pair, tiny_target, tiny_tokenizer
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
 import eagle_fsd
@@ -45,7 +43,7 @@ from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig
 from train.features import write_features
 from train.heads import new_head
-from train.objectives import OBJECTIVES, AlignedLoss, make_objective
+from train.objectives import OBJECTIVES, make_objective
 from train.schedule import DocumentSplit, Schedule, feature_noise, split_batch
 from train.train_draft_head import main, train
 from train.trainer import Trainer
@@ -380,34 +378,29 @@ def as_told(rank: int, told: dict[str, str], work: Callable, given: tuple) -> No
 def test_two_processes_are_one(place, whole):
     two_processes(run, place, "two")
     np.testing.assert_allclose(losses(place / "two"), losses(whole), atol=1e-4)
+    taus = [[line["tau"] for line in records(output, "eval")] for output in (place / "two", whole)]
+    assert taus[0] == pytest.approx(taus[1])  # each process has measured a share of the prompts
     assert all(torch.allclose(one, weights(place / "two")[name], atol=1e-3) for name, one in weights(whole).items())
 
 
-def train_sharded() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    model, whole = tiny_pair(), tiny_pair().draft.fc.weight
-    model.draft.share_embeddings(model.target.embed_tokens)
-    loss = AlignedLoss(model.draft.train(), OBJECTIVES["hass"], model.target.logits)
-    for part in (model.draft.layers[0], loss):
-        fully_shard(part, mesh=dist.init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
-    tokens = torch.randint(3, 32, (1, 12), generator=torch.Generator().manual_seed(rank))
-    features, values = model.target.current.decoder(tokens).last_hidden_state.detach(), []
-    for _ in range(10):
-        values.append(loss(features[0], tokens[0], tokens[0] > 0, [7, 5])[0])
-        values[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert values[-1] < values[0] and all(p.to_local().numel() < p.numel() for p in model.draft.fc.parameters())
-    state = get_model_state_dict(loss, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    assert rank or state["head.fc.weight"].shape == whole.shape and not torch.equal(state["head.fc.weight"], whole)
-    dist.destroy_process_group()
+def test_two_processes_with_a_sharded_head_are_one_and_resume_after_a_kill(place, whole, monkeypatch):
+    step, sharded = Trainer.train_step, partial(run, shard=True)
 
+    def killed(self):
+        if self.step == 7 and self.accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self)
 
-def test_a_sharded_loss_trains_and_gives_a_whole_head():
-    """Accelerate refuses FSDP on a CPU: this is what it does on GPUs."""
-    two_processes(train_sharded)
+    with monkeypatch.context() as context:
+        context.setattr(Trainer, "train_step", killed)
+        with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
+            two_processes(sharded, place, "sharded")
+    output = place / "sharded"
+    assert [path.name for path in (output / "states").iterdir()] == ["step-4"]
+    two_processes(sharded, place, "sharded")
+    np.testing.assert_allclose(losses(output), losses(whole), atol=1e-4)
+    assert all(torch.allclose(one, weights(output)[name], atol=1e-3) for name, one in weights(whole).items())
+    assert [e["tau"] for e in records(output, "eval")] == pytest.approx([e["tau"] for e in records(whole, "eval")])
 
 
 def test_a_head_that_names_some_tokens_learns_them_and_is_continued_so(place):

@@ -67,6 +67,7 @@ class TrainingConfig:
         weight_decay: weight decay of AdamW.
         clip: clip gradients by norm, or by value as in the published EAGLE recipe.
         clip_at: largest norm or value of the gradients.
+        shard: divide head, gradients and optimizer over the processes (FSDP), for heads of large targets.
         mixed_precision: precision of the head's forward pass. auto: bf16, or no on a CPU where bf16 is slower.
         seed: seed of a new head's weights, the order of the data, and the noise.
         save_every: steps between resumable checkpoints.
@@ -123,6 +124,7 @@ class TrainingConfig:
     weight_decay: float = 0.0
     clip: Literal["norm", "value"] = "norm"
     clip_at: float = 0.5
+    shard: bool = False
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     seed: int = 0
     save_every: int = 1000

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.utils import gather_object
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Output
@@ -29,7 +30,7 @@ from eagle_fsd.heads.eagle import DraftHead
 from .config import TrainingConfig
 from .objectives import objective_text
 from .states import Logs
-from .stopping import StopRequest
+from .stopping import StopRequest, any_process
 from .trainer import Trainer
 
 log = logging.getLogger("train.train_draft_head")
@@ -96,27 +97,30 @@ class Evaluation:
         return config.evaluate and regular and step not in self.measured
 
     def measure(self) -> None:
-        """Measure tau of the current head, and save the head if it is the best so far. All processes must call it. A
-        request to stop aborts the evaluation."""
-        trainer, config = self.trainer, self.config
-        head, target, step = trainer.current_head(), trainer.teacher.target, trainer.step
-        if head is None or target is None:
-            return
-        started = time.perf_counter()
+        """Measure tau of the current head, each process on a share of the prompts, and save the head if it is the best
+        so far. All processes must call it. A request to stop aborts the evaluation."""
+        trainer, config, accelerator = self.trainer, self.config, self.trainer.accelerator
+        head, step, outputs, started = trainer.current_head(), trainer.step, None, time.perf_counter()
+        share = trainer.prompts[accelerator.process_index :: accelerator.num_processes]
         try:
             with self.stop.immediately():
-                pair = EagleModel.from_parts(target.model, head, cuda_graphs=False)  # few cycles, of many row counts
-                outputs = decode(pair, trainer.prompts, config)
+                # Without CUDA graphs: there are few cycles, of many row counts.
+                outputs = decode(EagleModel.from_parts(trainer.teacher.target.model, head, cuda_graphs=False), share,
+                                 config)
         except KeyboardInterrupt:
             log.info("stopping: the evaluation of step %d was aborted", step)
+        if any_process(accelerator, outputs is None):
             return
+        outputs = gather_object(outputs)
         tau, accepted = tau_of(outputs), accepted_at(outputs, config.tree.depth)
         best = tau > max((line["tau"] for line in self.measured.values()), default=0.0)
         self.measured[step] = {"step": step, "tau": tau, "accepted": [round(share, 4) for share in accepted]}
+        if not accelerator.is_main_process:
+            return
         if best:
             self.save(head, "best", tau)
         self.logs.write("eval", self.measured[step])
-        trainer.accelerator.log({"tau": tau}, step=step)
+        accelerator.log({"tau": tau}, step=step)
         log.info("step %d: tau %.3f, accepted by level %s (%.0f s)", step, tau,
                  " ".join(f"{share:.2f}" for share in accepted), time.perf_counter() - started)
 
@@ -131,9 +135,9 @@ class Evaluation:
         shutil.rmtree(output / name, ignore_errors=True)
         part.rename(output / name)
 
-    def save_unmeasured(self, head: DraftHead | None) -> None:
-        """Save the current head without its tau, unless it is None, as in other processes."""
-        if head is not None:
+    def save_unmeasured(self, head: DraftHead) -> None:
+        """Save the current head without its tau, in the main process."""
+        if self.trainer.accelerator.is_main_process:
             self.save(head, "head", None)
             log.info("step %d: the head is in %s; it was not evaluated", self.trainer.step,
                      self.config.output / "head")
@@ -160,12 +164,12 @@ class Evaluation:
         if config.evaluate and trainer.step not in self.measured:
             self.measure()
         head, target, directory = trainer.current_head(), trainer.teacher.target, config.output / "head"
-        if head is None:
-            return
-        if target is None or not config.evaluate or trainer.step not in self.measured:
+        if not config.evaluate or trainer.step not in self.measured:
             self.save_unmeasured(head)
-            if config.evaluate and target is not None:
+            if config.evaluate:
                 raise KeyboardInterrupt
+            return
+        if not trainer.accelerator.is_main_process:
             return
         tau = self.measured[trainer.step]["tau"]
         self.save(head, "head", tau)

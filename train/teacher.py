@@ -180,7 +180,7 @@ def read_index(directory: Path) -> dict:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The frozen parts of a run; `target` is None on processes that neither compute features nor evaluate."""
+    """The frozen parts of a run; `target` is None if the features are stored and nothing is evaluated."""
 
     target: TargetModel | None
     features: OnlineFeatures | OfflineFeatures
@@ -195,7 +195,7 @@ class Teacher:
     def of(
         cls, config: TrainingConfig, accelerator: Accelerator, documents: Documents, layers: tuple[int, ...]
     ) -> Teacher:
-        """Without stored features, every process loads the target; with them, the main process, for evaluations.
+        """Every process loads the target, unless the features are stored and nothing is evaluated.
 
         Args:
             layers: target layers whose inputs the head reads.
@@ -216,7 +216,7 @@ class Teacher:
         if tuple(features.index["layers"]) != layers:
             raise ValueError(f"the head reads the inputs of layers {list(layers)}, and {config.features} has those of "
                              f"{features.index['layers']}: pass --layers to {__package__}.features")
-        target = open_target(config, accelerator, layers) if config.evaluate and accelerator.is_main_process else None
+        target = open_target(config, accelerator, layers) if config.evaluate else None
         if target is not None and features.index["target"] != target_digest(target):
             raise ValueError(f"{config.features} has the features of another target than {config.target}")
         return cls(target, features, features.ends().to(accelerator.device))

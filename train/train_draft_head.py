@@ -4,8 +4,8 @@
     python -m train.train_draft_head hass --target T --data data/chat --output runs/head
     torchrun --nproc-per-node 8 -m train.train_draft_head hass --target T --data data/chat --output runs/head
 
-The default recipe is `small` on a CPU and `hass` on a GPU. Training runs on any number of processes, and accelerate
-configures FSDP (train/fsdp.yaml). After Ctrl-C or a crash, the same command continues from the last saved state.
+The default recipe is `small` on a CPU and `hass` on a GPU. Training runs on any number of processes; --shard divides
+the head over them. After Ctrl-C or a crash, the same command continues from the last saved state.
 """
 
 from __future__ import annotations

@@ -7,8 +7,15 @@ import math
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    PartialState,
+)
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig, get_linear_schedule_with_warmup
 
@@ -35,13 +42,21 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
     tracker = None if config.tracker == "none" else config.tracker
     if tracker and tracker not in [str(name) for name in get_available_trackers()]:
         raise ValueError(f"tracker {tracker} needs the package {tracker}, which is not installed")
+    plugin = None
+    if config.shard:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="FULL_STATE_DICT")
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision, gradient_accumulation_steps=config.gradient_accumulation,
-        step_scheduler_with_optimizer=False,  # but once a step, on any number of processes
+        fsdp_plugin=plugin, step_scheduler_with_optimizer=False,  # but once a step, on any number of processes
         cpu=config.cpu, log_with=tracker, project_dir=str(config.output) if tracker else None,
-        # The other processes wait while the main process evaluates.
+        # The other processes wait while the main process compares speeds.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(hours=6))],
     )
+    if plugin and accelerator.distributed_type == DistributedType.MULTI_CPU:  # where accelerate ignores the plugin
+        for state in (accelerator.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     if accelerator.gradient_accumulation_steps != config.gradient_accumulation:
         raise ValueError(
             f"gradient_accumulation is {config.gradient_accumulation}, but accelerate's configuration has "
@@ -49,8 +64,9 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         )
     if accelerator.distributed_type == DistributedType.FSDP and config.clip == "value":
         raise ValueError("FSDP does not support clip value: use clip norm")
-    if config.device_map and accelerator.num_processes > 1:
-        raise ValueError("device_map spreads the target over all devices: launch one process, or use stored features")
+    if config.device_map and accelerator.num_processes > 1 and (config.features is None or config.evaluate):
+        raise ValueError("device_map spreads the target over all devices, and every process would load it: launch one "
+                         "process, or pass --features and --no-evaluate")
     return accelerator
 
 
@@ -152,11 +168,11 @@ class Trainer:
         with self.accelerator.autocast():
             return self.model(features, tokens, learned, lengths, noise)
 
-    def current_head(self) -> DraftHead | None:
-        """A copy of the head in float32 on the main process; None on others. All processes must call it."""
+    def current_head(self) -> DraftHead:
+        """A copy of the head in float32. All processes must call it."""
         state = self.accelerator.get_state_dict(self.model)
-        if not self.accelerator.is_main_process:
-            return None
+        if self.accelerator.distributed_type == DistributedType.FSDP:  # which gives it to the main process only
+            state, = broadcast_object_list([state])
         head = type(self.head)(self.head.config, bias=self.head.fc.bias is not None)
         head.share_embeddings(self.teacher.ends.embed_tokens)
         if isinstance(self.head, Eagle3Head) and self.head.lm_head is None:
