@@ -169,6 +169,7 @@ def test_a_benchmark_says_per_category_and_in_all_what_the_methods_did(chat_mode
         stock, exact = by_name["model.generate"], by_name["exact"]
         assert by_name["EAGLE-2 (head alone)"]["same_answers"] == 1
         assert stock["speedup"] == stock["time"] == 1 and stock["tau"] is None
+        assert by_name["prompt lookup"]["tau"] >= 1 and by_name["prompt lookup"]["steps"] > 0
         assert exact["same_answers"] == exact["same_tokens"] == by_name["no drafting"]["same_answers"] == 1
         assert exact["tau"] > 1 == by_name["no drafting"]["tau"] and exact["fuzzy_share"] == 0
         assert exact["speedup"] == pytest.approx(exact["tokens_per_second"] / stock["tokens_per_second"])

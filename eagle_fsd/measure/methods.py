@@ -118,13 +118,13 @@ def hf_generate(
         if static is not None:
             length = {"cache_implementation": "static", "max_length": static,
                       "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(longest + max_new_tokens)])}
-        streamer = AcceptedLengths() if drafts else None
+        counted = {"streamer": AcceptedLengths()} if drafts else {}
         if temperature:
             torch.manual_seed(prompt_seed(seed, prompt))
         stock.generation_config = greedy  # the model's own config applies even if another is passed
         try:
             sequences = stock.generate(ids, attention_mask=mask, repetition_penalty=1.0, eos_token_id=ends or None,
-                                       streamer=streamer, **length, **sampling, **options)
+                                       **length, **sampling, **counted, **options)
         finally:
             stock.generation_config = own
         rows = sequences[:, longest:].tolist()
@@ -133,7 +133,7 @@ def hf_generate(
         for row in rows:
             end = next((at + 1 for at, token in enumerate(row) if token in ends), None)  # padding may follow
             answers.append(Answer(seconds, row[:end], model.tokenizer.decode(row[:end], skip_special_tokens=True),
-                                  accepted_lengths=streamer.lengths if drafts else ()))
+                                  accepted_lengths=counted["streamer"].lengths if drafts else ()))
         return answers if batched else answers[0]
 
     return answer
