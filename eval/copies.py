@@ -15,13 +15,13 @@ from pathlib import Path
 
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import converse
 from eagle_fsd.drafting.copies import BOUNDS, Rates, TextDrafts, TextSource
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.measure.methods import Answer, engine, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.measure.settings import QuestionOptions
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from eagle_fsd.cli.arguments import Loading
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.drafting.config import CPU_TREE, TreeConfig
 from eagle_fsd.measure.records import markdown, write_record
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 

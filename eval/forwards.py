@@ -38,13 +38,12 @@ from eagle_fsd import EagleModel, TreeConfig
 from eagle_fsd.captured.cycle import CapturedCycles
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.decoding.timing import seconds_of
 from eagle_fsd.drafting.sizing import Drafting, Plan
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.inputs.requests import make_requests
+from eagle_fsd.loading.timing import seconds_of
 from eagle_fsd.measure.endpoints import UNCACHED, ask, read_endpoints
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import decimals, markdown, record_path, save_plot, write_json, write_record
@@ -52,6 +51,7 @@ from eagle_fsd.measure.settings import parse_setting
 from eagle_fsd.models.linear import Int8, is_int8, pack, packed_form
 from eagle_fsd.models.loading import check_device
 from eagle_fsd.options.generate import GenerateOptions
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 log = logging.getLogger(__name__)

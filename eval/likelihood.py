@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.loading.load import load
@@ -31,6 +30,7 @@ from eagle_fsd.measure.records import bullets, decimals, markdown, percent, show
 from eagle_fsd.measure.settings import REFERENCE, QuestionOptions
 from eagle_fsd.measure.statistics import interval
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 

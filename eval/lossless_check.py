@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from eagle_fsd.api import generate
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.batch import Session
 from eagle_fsd.decoding.output import Output
 from eagle_fsd.drafting.config import TreeConfig
@@ -45,6 +44,7 @@ from eagle_fsd.models import linear
 from eagle_fsd.models.cache import cache_name
 from eagle_fsd.models.kernels import KERNELS, Kernel
 from eagle_fsd.models.linear import Int8, is_int8, packed_form
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 LEAST_EXPECTED = 5  # rarer tokens at a position are pooled

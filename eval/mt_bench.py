@@ -26,13 +26,13 @@ from accelerate import PartialState
 from eagle_fsd import EagleModel
 from eagle_fsd.cli.arguments import Loading, Tree
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import append_lines, check_same, only_writer, write_lines
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import Question, converse
 from eagle_fsd.measure.answers import answer_record, digest_of, read_answers
 from eagle_fsd.measure.methods import Method, assisted, described, engine, hf_generate
 from eagle_fsd.measure.records import environment, record_path, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
+from eagle_fsd.utils.files import append_lines, check_same, only_writer, write_lines
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 from eval.speed import check_files, read_note, speed
 

@@ -20,12 +20,12 @@ import torch
 
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.data.questions import choose_questions
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.measure.methods import described, pair_text
 from eagle_fsd.measure.records import markdown, write_record
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 from eval.forwards import rotated_by
 from eval.likelihood import log_probs

@@ -26,14 +26,14 @@ from tyro.conf import UseAppendAction
 import eagle_fsd
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.cli.exits import check_counts
-from eagle_fsd.data.files import read_lines
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.grammar import Grammar
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.endpoints import UNCACHED, UNPENALISED, ask, read_endpoints
 from eagle_fsd.measure.methods import pair_text
 from eagle_fsd.measure.records import decimals, markdown, write_record
+from eagle_fsd.utils.files import read_lines
+from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"

@@ -26,12 +26,12 @@ import torch
 from tyro.conf import UseAppendAction
 
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import check_same, read_lines
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.measure.records import bullets, decimals, markdown, shown, write_json, write_record
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils.checks import check_choice, require_number
+from eagle_fsd.utils.files import check_same, read_lines
 from eagle_fsd.utils.version import code_version, processor_name
 from eval.command import option_record, run_command
 from train.config import RECIPES

@@ -26,8 +26,8 @@ def latencies(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_FSD_CACHE", str(tmp_path_factory.mktemp("latencies")))
         # Tests run beside one another, where what one of them measured soon looks slow.
-        patch.setattr("eagle_fsd.decoding.timing.share_of", lambda *_: 1.0)
-        patch.setattr("eagle_fsd.decoding.timing.ROUNDS", 3)  # nothing here goes by how exact they are
+        patch.setattr("eagle_fsd.loading.timing.share_of", lambda *_: 1.0)
+        patch.setattr("eagle_fsd.loading.timing.ROUNDS", 3)  # nothing here goes by how exact they are
         yield
 
 

@@ -18,7 +18,7 @@ from eagle_fsd.acceptance.nodes import Nodes
 from eagle_fsd.batching import memory
 from eagle_fsd.cli import main
 from eagle_fsd.decoding import batch as batches
-from eagle_fsd.decoding import cycle, timing
+from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
@@ -26,6 +26,7 @@ from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import read_prompt
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Sizing
+from eagle_fsd.loading import timing
 from eagle_fsd.loading.pair import EagleModel
 
 TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)

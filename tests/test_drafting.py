@@ -10,15 +10,15 @@ from tiny import PROMPT, PROMPTS, draft_tree, prefill, tiny_head, tiny_pair, tin
 import eagle_fsd
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
-from eagle_fsd.decoding.timing import greedy_batch
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.growth import Scored, rerank
 from eagle_fsd.drafting.language_model import DraftModel
-from eagle_fsd.drafting.largest import BLOCK, WORTH_IT, first_largest, largest
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Prices, Sizing
+from eagle_fsd.loading.timing import greedy_batch
 from eagle_fsd.models import causal_lm
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.utils.topk import BLOCK, WORTH_IT, first_largest, largest
 
 SHAPES = [(2, 1, 1), (16, 5, 4), (60, 8, 10), (9, 1, 3), (99, 3, 3), (12, 6, 1)]
 

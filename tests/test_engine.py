@@ -20,9 +20,10 @@ import eagle_fsd
 from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop, Prefixes
 from eagle_fsd.decoding.batch import Batch, shared_prefix
-from eagle_fsd.decoding.timing import SameCopies
-from eagle_fsd.drafting.copies import MOST_NODES, TextSource
+from eagle_fsd.drafting.config import MOST_NODES
+from eagle_fsd.drafting.copies import TextSource
 from eagle_fsd.drafting.sizing import Plan, Prices
+from eagle_fsd.loading.timing import SameCopies
 from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)

@@ -10,8 +10,8 @@ import torch
 from tiny import tiny_target
 
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import only_writer
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.utils.files import only_writer
 from train.features import main, write_features
 from train.teacher import OfflineFeatures, OnlineFeatures, TargetEnds
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from eagle_fsd.data import progress
-from eagle_fsd.data.files import append_lines, check_same, only_writer, read_lines, save_atomically, write_lines
-from eagle_fsd.data.progress import Progress
+from eagle_fsd.utils.files import append_lines, check_same, only_writer, read_lines, save_atomically, write_lines
+from eagle_fsd.utils.progress import Progress
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from eagle_fsd.data.files import only_writer
+from eagle_fsd.utils.files import only_writer
 with only_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import eagle_fsd
 from eagle_fsd.cli import main
-from eagle_fsd.data.files import bytes_in
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
 from eagle_fsd.heads.checkpoint import is_causal_lm, save_head
 from eagle_fsd.heads.export import export_head
+from eagle_fsd.utils.files import bytes_in
 from eval.llama_server import draft_type
 
 gguf = pytest.importorskip("gguf")

@@ -259,8 +259,8 @@ def test_what_a_damaged_cache_held_is_measured_again(load, tmp_path, monkeypatch
     """Files of another version, cut off, or edited by hand."""
     measured = []
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
-    monkeypatch.setattr("eagle_fsd.decoding.timing.share_of", lambda *_: 1.0)
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: measured.append(1) or MEASURED)
+    monkeypatch.setattr("eagle_fsd.loading.timing.share_of", lambda *_: 1.0)
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: measured.append(1) or MEASURED)
     load(tree="auto")
     (file,) = tmp_path.glob("latency/*.json")
     file.write_text(content if isinstance(content, str) else json.dumps(content), errors="surrogateescape")

@@ -12,13 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the bottom. The longest name that a module begins with says where it belongs; what shares a line is side by side.
 ORDER = (
-    "eagle_fsd.utils eagle_fsd.data",
+    "eagle_fsd.utils",
+    "eagle_fsd.data",
     "eagle_fsd.models",
     "eagle_fsd.heads",
     "eagle_fsd.drafting",
     "eagle_fsd.acceptance",
     "eagle_fsd.options",
-    "eagle_fsd.decoding eagle_fsd.captured",
+    "eagle_fsd.decoding",
+    "eagle_fsd.captured",
     "eagle_fsd.loading",
     "eagle_fsd.inputs",
     "eagle_fsd.api eagle_fsd.hf eagle_fsd.chat",

@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 import eagle_fsd
-from eagle_fsd.decoding.timing import circumstances
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.loading.pair import EagleModel
+from eagle_fsd.loading.timing import circumstances
 from eagle_fsd.models import kernels
 from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.models.linear import (

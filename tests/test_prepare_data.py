@@ -17,9 +17,9 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.data.conversations import BadRow, Record, read_records
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.encoding import encode_dataset, encode_record
-from eagle_fsd.data.files import append_lines
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.models.linear import Int8
+from eagle_fsd.utils.files import append_lines
 from train import answers
 from train.answers import Respondent, endpoint_writer, is_sensible, local_writer, regenerate, self_prompted
 from train.prepare_data import Arguments, exclude_overlapping, run

@@ -8,9 +8,9 @@ from served import here
 from tiny import PROMPT, tiny_chat_pair
 
 import eagle_fsd
-from eagle_fsd.drafting.copies import MOST_NODES
+from eagle_fsd.drafting.config import MOST_NODES
+from eagle_fsd.drafting.copies import ORIGINS
 from eagle_fsd.drafting.sizing import Plan, Prices
-from eagle_fsd.drafting.tree import ORIGINS
 from eagle_fsd.serve.protocol import options_over
 
 CHAT = [{"role": "user", "content": "what is it"}]

@@ -13,18 +13,8 @@ from tiny import PROMPT, prefill, save_pair, tiny_pair
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.decoding import cycle
-from eagle_fsd.decoding.timing import (
-    ROW_TREE,
-    ROWS,
-    greedy_batch,
-    known_latency,
-    measure,
-    share_of,
-    with_rows,
-)
 from eagle_fsd.drafting import curves
-from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.copies import MOST_NODES
+from eagle_fsd.drafting.config import MOST_NODES, TreeConfig
 from eagle_fsd.drafting.curves import (
     PRICES,
     WIDE_TREE,
@@ -35,6 +25,15 @@ from eagle_fsd.drafting.curves import (
 )
 from eagle_fsd.drafting.sizing import Drafting, Latency, Pause, Plan, Prices, Sizing, between, room_of
 from eagle_fsd.heads.checkpoint import save_head
+from eagle_fsd.loading.timing import (
+    ROW_TREE,
+    ROWS,
+    greedy_batch,
+    known_latency,
+    measure,
+    share_of,
+    with_rows,
+)
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
 from eagle_fsd.utils.version import processor_name
@@ -332,7 +331,7 @@ def test_latencies_are_measured_and_kept(pair, tmp_path, monkeypatch):
     assert list(first.base.values()) == sorted(first.base.values()) and first.plain > 0
     assert first.base.keys() == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64} and min(first.row, first.plain_row) >= 0
     assert first.cycle(16, 4, 2) >= first.cycle(16, 1, 2) > 0
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: pytest.fail("measured again"))
     assert known_latency(pair.target, pair.draft) == first
 
 
@@ -344,7 +343,7 @@ def test_latency_without_a_head_is_that_of_copies(pair, tmp_path, monkeypatch):
 
 def test_each_measured_number_of_copies_is_verified(pair, monkeypatch):
     lengths = []
-    monkeypatch.setattr("eagle_fsd.decoding.timing.ROUNDS", 0)
+    monkeypatch.setattr("eagle_fsd.loading.timing.ROUNDS", 0)
     with pair.target.embed_tokens.register_forward_hook(lambda _, ids, __: lengths.append(ids[0].shape[-1])):
         found = measure(pair.target, None)
     assert set(lengths) - {50} == found.base.keys() and max(found.base) == 64  # 50: the prompt
@@ -354,13 +353,13 @@ def test_what_was_measured_beside_other_work_is_measured_again(pair, tmp_path, m
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
     quiet = known_latency(pair.target, pair.draft)
     slow = Latency({at: 50 * s for at, s in quiet.base.items()}, quiet.level, 50 * quiet.plain)
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: slow)
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: slow)
     next(tmp_path.glob("latency/*.json")).unlink()
     assert known_latency(pair.target, pair.draft) == slow
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: quiet)
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: quiet)
     assert known_latency(pair.target, pair.draft) == slow  # conftest: nothing is compared
     assert share_of(slow, pair.target, pair.draft) < 0.3
-    monkeypatch.setattr("eagle_fsd.decoding.timing.share_of", share_of)
+    monkeypatch.setattr("eagle_fsd.loading.timing.share_of", share_of)
     assert known_latency(pair.target, pair.draft) == quiet and "other work slowed the machine" in caplog.text
     assert len(list(tmp_path.glob("latency/*"))) == 1  # in place of the old one
 
@@ -383,7 +382,7 @@ def test_a_loaded_pair_sizes_its_cycles(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
     save_pair(tmp_path)
     places = (tmp_path / "target", tmp_path / "head")
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: CHEAP)
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: CHEAP)
     model = eagle_fsd.load(*places, device="cpu")
     assert model.sizing.curves == default_curves() and "at most 64, 16 of 3" in model.describe_tree(None)
     own = HeadCurves(fit(chains(300)), default_curves().sampled)
@@ -402,7 +401,7 @@ def test_a_loaded_pair_sizes_its_cycles(tmp_path, monkeypatch):
 def tune(tmp_path, monkeypatch, capsys):
     """Status, output and errors of the command for a pair that is saved in `tmp_path`."""
     monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("eagle_fsd.decoding.timing.measure", lambda *_: CHEAP)
+    monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: CHEAP)
     monkeypatch.setattr(cycles, "LEAST_EDGES", 20)
     save_pair(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": a + b}) for a in "abc" for b in "ef"))

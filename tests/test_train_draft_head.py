@@ -29,7 +29,6 @@ from transformers import LlamaConfig
 
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import only_writer
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
@@ -38,6 +37,7 @@ from eagle_fsd.models.linear import is_int8
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils import version
+from eagle_fsd.utils.files import only_writer
 from eval import study
 from train import evaluation, train_draft_head
 from train.config import RECIPES, TrainingConfig

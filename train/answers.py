@@ -28,12 +28,12 @@ from eagle_fsd import EagleModel, GenerateOptions
 from eagle_fsd.api import decode_requests
 from eagle_fsd.data.conversations import TOKEN_IDS, BadRow, Record
 from eagle_fsd.data.encoding import ANYTHING, render
-from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.inputs.prompts import ChatTokens, end_of_turn
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.measure.statistics import repetition
+from eagle_fsd.utils.files import append_lines, check_same, read_lines, write_lines
+from eagle_fsd.utils.progress import Progress
 
 log = logging.getLogger(__name__)
 

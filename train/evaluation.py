@@ -22,10 +22,10 @@ from accelerate.utils import gather_object
 import eagle_fsd
 from eagle_fsd import EagleModel, Output
 from eagle_fsd.cli.arguments import tree_text
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import hub_id_of
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
+from eagle_fsd.utils.progress import Progress
 
 from .config import TrainingConfig
 from .objectives import objective_text

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.documents import Documents
-from eagle_fsd.data.files import check_same, only_writer, save_atomically
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.heads.eagle3 import check_layers
 from eagle_fsd.models.linear import packed_form
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
+from eagle_fsd.utils.files import check_same, only_writer, save_atomically
+from eagle_fsd.utils.progress import Progress
 
 from .teacher import BATCH_TOKENS, OnlineFeatures, load_quantized, read_index, shard_path, target_digest
 

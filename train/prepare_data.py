@@ -26,7 +26,6 @@ from eagle_fsd.cli.exits import check_counts, exit_status
 from eagle_fsd.data.conversations import FILE_SUFFIXES, TOKEN_IDS, Record, read_records
 from eagle_fsd.data.documents import check_folder
 from eagle_fsd.data.encoding import check_tokenizer, encode_dataset
-from eagle_fsd.data.files import only_writer
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.data.questions import read_questions
 from eagle_fsd.data.sources import is_hub_id
@@ -36,6 +35,7 @@ from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.measure.records import generation_digest, tokenizer_digests
 from eagle_fsd.models.loading import check_dtype, load_target
 from eagle_fsd.utils.checks import check_interval, require_number
+from eagle_fsd.utils.files import only_writer
 
 from .answers import Respondent, endpoint_writer, local_writer, regenerate, self_prompted
 from .teacher import form_name, target_digest

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
-from eagle_fsd.data.files import append_lines, check_same, read_lines, write_lines
+from eagle_fsd.utils.files import append_lines, check_same, read_lines, write_lines
 
 from .config import TrainingConfig
 from .stopping import any_process

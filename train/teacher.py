@@ -18,7 +18,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents, split_by_size
-from eagle_fsd.data.files import check_same
 from eagle_fsd.heads.output_rows import OutputRows
 from eagle_fsd.loading.load import load_model
 from eagle_fsd.loading.pair import EagleModel
@@ -27,6 +26,7 @@ from eagle_fsd.models.digest import config_digest
 from eagle_fsd.models.linear import CLASSES, check_quantization
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel, copy_to
+from eagle_fsd.utils.files import check_same
 
 from .config import TrainingConfig
 

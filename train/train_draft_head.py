@@ -28,12 +28,12 @@ from eagle_fsd.cli.arguments import parse_options
 from eagle_fsd.cli.exits import exit_status
 from eagle_fsd.data.conversations import read_records
 from eagle_fsd.data.documents import is_dataset
-from eagle_fsd.data.files import check_same, only_writer
 from eagle_fsd.data.gguf import target_source
-from eagle_fsd.data.progress import Progress
 from eagle_fsd.heads.catalogue import default_target
 from eagle_fsd.measure.records import tokenizer_digests
 from eagle_fsd.models.loading import bfloat16_is_faster
+from eagle_fsd.utils.files import check_same, only_writer
+from eagle_fsd.utils.progress import Progress
 
 from . import features, prepare_data
 from .config import RECIPES, TrainingConfig

@@ -19,11 +19,11 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import AutoConfig, get_linear_schedule_with_warmup
 
-from eagle_fsd.data.files import check_same
 from eagle_fsd.data.gguf import target_source
 from eagle_fsd.heads.checkpoint import load_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
+from eagle_fsd.utils.files import check_same
 
 from .config import TrainingConfig
 from .heads import new_head, set_draft_vocabulary

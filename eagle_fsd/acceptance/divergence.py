@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..drafting.largest import largest
 from ..utils.checks import OptionError
+from ..utils.topk import largest
 
 LEAST = torch.finfo(torch.float32).tiny  # probabilities are clamped to it before division and logarithm
 Divergence = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafting.largest import first_largest
+from ..utils.topk import first_largest
 from .divergence import get_divergence
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..drafting.largest import first_largest
 from ..drafting.tree import DraftTree
+from ..utils.topk import first_largest
 from .nodes import Nodes, Weights
 from .rule import Rule
 

@@ -22,8 +22,8 @@ from ..decoding.cycle import OUT_OF_MEMORY
 from ..decoding.output import Receipt
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
+from ..drafting.copies import ORIGINS
 from ..drafting.sizing import Drafting, Plan, room_of
-from ..drafting.tree import ORIGINS
 from ..loading.pair import EagleModel
 from ..options.engine import EngineOptions
 from ..utils.checks import require_integer

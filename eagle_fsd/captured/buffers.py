@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..drafting.config import TreeConfig
-from ..drafting.copies import MOST_NODES
+from ..drafting.config import MOST_NODES, TreeConfig
 from ..drafting.drafter import Drafter
 from ..drafting.tree import DraftTree
 from ..models.target import TargetModel

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..data.progress import Progress
+from ..utils.progress import Progress
 
 log = logging.getLogger(__name__)
 _capturing = threading.Lock()

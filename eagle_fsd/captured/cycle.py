@@ -26,10 +26,10 @@ from ..decoding.batch import Batch
 from ..decoding.processing import CAPTURABLE, shared_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
-from ..drafting.copies import Copies
+from ..drafting.copies import ORIGINS, Copies
 from ..drafting.drafter import Drafter, weights_key
 from ..drafting.sizing import Plan
-from ..drafting.tree import ORIGINS, packed
+from ..drafting.tree import packed
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download

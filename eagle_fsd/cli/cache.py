@@ -30,7 +30,7 @@ class CacheCommand:
     clear: Literal[(*KINDS, "all")] | None = None
 
     def run(self) -> None:
-        from ..data.files import bytes_in, cache_directory, cache_limit, remove_folder
+        from ..utils.files import bytes_in, cache_directory, cache_limit, remove_folder
 
         place, limit = cache_directory(), cache_limit()
         total = 0

@@ -19,9 +19,9 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ..utils.progress import Progress
 from .conversations import THOUGHT, TOKEN_IDS, BadRow, Record
 from .documents import Documents
-from .progress import Progress
 
 # A template may put an empty thinking block between the generation prompt and an answer.
 BEFORE_ANSWER = re.compile(r"\s*(<think>\s*</think>\s*)?")

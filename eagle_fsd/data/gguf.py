@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..utils.extras import install_command
-from .files import bytes_in, cache_directory, cache_limit, locked, remove_folder
+from ..utils.files import bytes_in, cache_directory, cache_limit, locked, remove_folder
 from .gguf_config import ROPE_TENSORS, gguf_config
 from .sources import check_source, fetch, is_gguf
 

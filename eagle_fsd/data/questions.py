@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from .files import parse_json
+from ..utils.files import parse_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
-from ..drafting.copies import MOST_NODES, Copies
+from ..drafting.config import MOST_NODES
+from ..drafting.copies import Copies
 from ..drafting.growth import draft, rerank
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, join_drafts, root_only

@@ -27,9 +27,9 @@ from transformers.generation.logits_process import (
 )
 
 from ..acceptance import Rule
-from ..drafting.largest import largest
 from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.tree import DraftTree
+from ..utils.topk import largest
 from .request import Request
 
 

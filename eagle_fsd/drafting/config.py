@@ -61,6 +61,7 @@ class TreeConfig:
         return self.depth * self.top_k
 
 
+MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more, and of one whose size is chosen
 # The defaults: on a GPU, where 60 nodes cost hardly more than one, the published tree; on a CPU a small one.
 GPU_TREE = TreeConfig(60, 8, 10)
 CPU_TREE = TreeConfig(16, 6, 3, draft_temperature=0.5)

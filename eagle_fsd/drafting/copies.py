@@ -22,6 +22,7 @@ GRAMS = (6, 2)  # lengths of the indexed n-grams; the shorter ones are used wher
 MOST_PLACES = 12  # places compared for a match, newest first
 LONGEST_MATCH = 32  # longer matches do not raise the acceptance rate
 SEPARATOR = -1  # between texts; matches nothing
+ORIGINS = ("head", "text", "grammar")  # of a tree's nodes; "head" stands for any `Drafter`
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,6 @@ class TextDrafts:
     def __post_init__(self) -> None:
         for name, least, most in (("longest", 1, 256), ("places", 1, MOST_PLACES)):
             require_integer(f"TextDrafts.{name}", getattr(self, name), least, most)
-
-
-MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more
 
 
 class TextIndex:
@@ -128,8 +126,8 @@ class Copies(NamedTuple):
 
     @property
     def origins(self) -> list[int]:
-        """Of each, an index into `tree.ORIGINS`."""
-        return [1 if matched else 2 for matched in self.matched]
+        """Of each, an index into `ORIGINS`."""
+        return [ORIGINS.index("text" if matched else "grammar") for matched in self.matched]
 
 
 def forced_copies(tokens: Sequence[int]) -> Copies:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.files import cache_directory, save_atomically
 from ..data.sources import fetch
 from ..models.target import TargetModel
+from ..utils.files import cache_directory, save_atomically
 from .config import TreeConfig
 from .drafter import Drafter
 

@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import prefill_part
 from ..models.target import TargetModel
+from ..utils.topk import largest
 from .config import TreeConfig
 from .curves import log_rates
 from .drafter import Drafter
-from .largest import largest
 from .noise import Coupling
 from .sizing import Plan
 from .tree import DraftTree, ancestors_of, root_only

@@ -2,7 +2,7 @@
 
 Tokens per second tend to E[tokens] / E[time] of a cycle. Let lambda be the rate achieved so far. A node, a level, or
 the whole draft pays if the tokens it is expected to add exceed lambda times the time it takes (Dinkelbach's parametric
-form of a ratio). `decoding/timing.py` measures times at load and `Latency` interpolates them; `Curves` and the
+form of a ratio). `loading/timing.py` measures times at load and `Latency` interpolates them; `Curves` and the
 acceptance rates of copies predict tokens.
 
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
@@ -24,8 +24,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from .config import TreeConfig
-from .copies import MOST_NODES, Copies
+from .config import MOST_NODES, TreeConfig
+from .copies import Copies
 from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves
 
 # How much more a level of several nodes may cost than a level of one: in levels of one, and in plain cycles.

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .copies import Copies
+from .copies import ORIGINS, Copies
 from .sizing import Plan
-
-ORIGINS = ("head", "text", "grammar")  # of nodes; "head" stands for any `Drafter`
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from ..data.files import save_atomically
 from ..data.sources import check_source, fetch, is_gguf
 from ..models.loading import EmptyWeights
 from ..models.masks import SLIDING
+from ..utils.files import save_atomically
 from ..utils.locks import one_at_a_time
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, LAYER_IDS, POST_NORM, Eagle3Head

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..data.files import save_atomically
 from ..data.gguf import copy_field
 from ..data.sources import is_gguf
 from ..utils.extras import install_command
+from ..utils.files import save_atomically
 from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head

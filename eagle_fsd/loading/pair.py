@@ -15,20 +15,20 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..captured.cycle import CapturedCycles
-from ..data.files import remembered
 from ..decoding.request import Request
-from ..decoding.timing import known_latency
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Drafting, Pause, Plan, Sizing
 from ..heads.eagle import DraftHead
+from ..loading.timing import known_latency
 from ..models.causal_lm import read_structure
 from ..models.check import PASSED
 from ..models.digest import weights_digest
 from ..models.linear import check_quantization, packed_form, packed_layers
 from ..models.memory import trim
 from ..models.target import TargetModel
+from ..utils.files import remembered
 from ..utils.locks import Lock
 from ..utils.version import code_version
 

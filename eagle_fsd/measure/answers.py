@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from ..data.files import read_lines
 from ..data.questions import Question
+from ..utils.files import read_lines
 from .methods import Answer
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from ..batching.engine import Engine
-from ..data.files import append_lines, check_same, only_writer, read_lines, write_lines
-from ..data.progress import Progress
 from ..data.questions import Question, converse, converse_together
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
 from ..utils.checks import is_check
+from ..utils.files import append_lines, check_same, only_writer, read_lines, write_lines
+from ..utils.progress import Progress
 from .answers import answer_record, digest_of, read_answers
 from .grading import CODE_END, is_right
 from .lost import lost_answers, lost_table

@@ -14,13 +14,13 @@ import numpy as np
 from torch import Tensor
 
 from ..api import decode_requests
-from ..data.progress import Progress
 from ..drafting.curves import PRICES, WIDE_TREE, WIDTH, Curves, HeadCurves
 from ..drafting.tree import DraftTree
 from ..inputs.prompts import encode_prompts
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
 from ..options.generate import GenerateOptions
+from ..utils.progress import Progress
 
 BINS = 12  # of log-probabilities
 REACHES = 6  # bins of reaches

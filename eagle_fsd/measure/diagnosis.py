@@ -21,7 +21,6 @@ from ..api import generate
 from ..data.conversations import TOKEN_IDS, Record, read_records
 from ..data.documents import Documents
 from ..data.encoding import ANYTHING, encode_dataset, render
-from ..data.progress import Progress
 from ..data.questions import Question
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import LAST_NORM, Eagle3Head
@@ -31,6 +30,7 @@ from ..inputs.prompts import encode_prompts
 from ..inputs.requests import check_length
 from ..loading.pair import EagleModel
 from ..models.target import TargetModel
+from ..utils.progress import Progress
 
 MAX_LENGTH = 2048  # most tokens of a document that is not from a dataset, if the target has as many positions
 BATCH = 8  # questions that are answered together

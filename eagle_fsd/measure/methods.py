@@ -18,11 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 from ..api import generate
 from ..decoding.batch import Session
 from ..decoding.output import Output
-from ..decoding.timing import circumstances
 from ..drafting.language_model import DraftModel
 from ..inputs.prompts import ChatTokens, encode_prompts
 from ..inputs.requests import end_tokens
 from ..loading.pair import EagleModel
+from ..loading.timing import circumstances
 from ..options.generate import SAMPLING
 from .records import generation_digest, tokenizer_digests
 from .settings import ComparisonOptions

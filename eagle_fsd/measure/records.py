@@ -19,8 +19,8 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..data.files import json_digest
 from ..utils.extras import install_command
+from ..utils.files import json_digest
 from ..utils.version import CHANGES, ROOT, commit, processor_name
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-from ..data.files import json_digest
+from ..utils.files import json_digest
 from .linear import packed_form
 
 # Fields of a config that change no logits.

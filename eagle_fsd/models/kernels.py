@@ -18,7 +18,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ..data.files import remembered
+from ..utils.files import remembered
 from ..utils.version import processor_name
 
 ZERO = 128  # of rows as unsigned numbers

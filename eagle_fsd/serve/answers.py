@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..batching.tickets import Piece
 from ..decoding.grammar import vocabulary
 from ..decoding.output import Output, Receipt
-from ..drafting.tree import ORIGINS
+from ..drafting.copies import ORIGINS
 from .protocol import ChatRequest, CompletionRequest
 from .splitter import Splitter
 from .tools import json_text

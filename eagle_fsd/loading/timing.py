@@ -16,7 +16,9 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from ..data.files import cache_directory, save_atomically
+from ..decoding import cycle
+from ..decoding.batch import Batch
+from ..decoding.request import Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies, TextDrafts, TextSource
 from ..drafting.drafter import Drafter
@@ -25,10 +27,8 @@ from ..models.digest import config_digest
 from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
+from ..utils.files import cache_directory, save_atomically
 from ..utils.version import code_version, processor_name
-from . import cycle
-from .batch import Batch
-from .request import Request
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
