@@ -230,12 +230,12 @@ def test_a_page_says_why_lossless_texts_part(dtype, baseline, ours, temperature,
 
 
 def test_an_error_names_the_question(tmp_path):
-    def fails(chat, most):
-        require_integer("max_new_tokens", 0, 1)
-
-    for options in ({"warm_up": 0}, {"timed": 0, "together": {"a": fails}}):
-        with pytest.raises(ValueError, match="question 7: max_new_tokens must be at least 1, got 0"):
-            compare({"a": fails}, [question(7)], ComparisonOptions(out=tmp_path / "x"), {}, **options)
+    """Unless it is a fault of the program, whose traceback is shown."""
+    for fails, said in ((lambda *_: require_integer("prompt", "x", 1), "question 7: prompt must be an int, got 'x'"),
+                        (lambda *_: int("x"), "^invalid literal")):
+        for options in ({"warm_up": 0}, {"timed": 0, "together": {"a": fails}}):
+            with pytest.raises(ValueError, match=said):
+                compare({"a": fails}, [question(7)], ComparisonOptions(out=tmp_path / "x"), {}, **options)
 
 
 # What is recommended
