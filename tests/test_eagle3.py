@@ -350,7 +350,7 @@ def test_heads_without_a_norm_before_the_output_layer(tmp_path, layout, changes,
         torch.testing.assert_close(each.own_logits(states, None), expected)
     assert ("no norm before its output layer" in inspect_head(tmp_path / "again").facts["variant"]) == (not used)
     if not used:
-        with pytest.raises(ValueError, match="has no norm before its output layer: vllm does not compute such EAGLE-3 heads"):
+        with pytest.raises(ValueError, match="has no norm before its output layer: vllm does not compute such"):
             export_head(tmp_path / "head", "vllm", tmp_path / "vllm")
         assert "llama.cpp always computes one" in unsupported(loaded)
 
