@@ -59,7 +59,7 @@ class TrainingConfig:
             fields (hass,aligned_steps=4).
         steps: optimizer steps. If omitted: as many as --epochs need.
         epochs: passes over the data.
-        batch_tokens: tokens in one optimizer step, over all processes and including padding.
+        batch_tokens: most tokens in one optimizer step, over all processes, with each document as long as the longest.
         gradient_accumulation: forward passes into which each process splits its share of a step.
         lr: peak learning rate, after the warm-up. It then falls linearly to zero.
         warmup: steps in which the learning rate rises linearly from zero; a tenth of the steps if there are no more.
@@ -117,7 +117,7 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float = 20.0
     batch_tokens: int = 32_768
-    gradient_accumulation: int = 16  # the logits of a forward pass take most of the memory
+    gradient_accumulation: int = 16  # the states of a forward pass take most of the memory
     lr: float = 1e-4
     warmup: int = 2000
     betas: tuple[float, float] = (0.9, 0.95)

@@ -26,7 +26,7 @@ from .eagle import DraftHead
 
 UNROLLED = "eagle_fsd_unrolled"  # name of the attention
 # Scores in one block of queries: they stay in a CPU's cache, and make kernels on CUDA large.
-BLOCK_SCORES = {"cpu": 2**20, "cuda": 2**26}
+BLOCK_SCORES = {"cpu": 2**17, "cuda": 2**26}
 
 
 @dataclass
@@ -162,13 +162,15 @@ class TextAttention(torch.autograd.Function):
 
 
 def blocks(lengths: Sequence[int], back: int, query: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The slots of each block of queries, and of the keys that it sees: those of its text up to the last query."""
+    """The slots of each block of queries, and of the keys of its text up to the last query or a little after. Numbers
+    are round where they can be, since oneDNN compiles a product for each new shape and keeps it in memory."""
     most, begin = BLOCK_SCORES.get(query.device.type, BLOCK_SCORES["cuda"]) // (query.shape[1] * query.shape[2]), 0
     for length in lengths:
         first, end = begin, begin + length - back
         while first < end:
-            last = min(end, first + max(16, most // (first - begin + 64)))
-            yield slice(first, last), slice(begin, last)
+            rows = 2 ** (most // (first - begin + 64)).bit_length() // 2
+            last = min(end, first + max(16, rows))
+            yield slice(first, last), slice(begin, min(begin + length, last + (begin - last) % 256))
             first = last
         begin += length
 
@@ -176,10 +178,10 @@ def blocks(lengths: Sequence[int], back: int, query: Tensor) -> Iterator[tuple[s
 def block_scores(
     query: Tensor, key: Tensor, rows: slice, keys: slice, scale: float, dtype: torch.dtype
 ) -> Tensor:  # [1, K, G, rows, keys]
-    """Causal scores of a block of queries, whose last one sees all keys."""
+    """Causal scores of a block of queries."""
     scores = (query[..., rows, :].flatten(2, 3) @ key[..., keys, :].mT).to(dtype).mul_(scale)
     scores = scores.unflatten(2, (query.shape[2], -1))
-    count = rows.stop - rows.start
-    later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
-    scores[..., -count:].masked_fill_(later, -torch.inf)
+    shape = rows.stop - rows.start, keys.stop - rows.start
+    later = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+    scores[..., rows.start - keys.start :].masked_fill_(later, -torch.inf)
     return scores
