@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,13 +43,7 @@ log = logging.getLogger(__name__)
 MANY = 3
 SMALLEST = 64  # copies of a row in a program; others take four times as many, or 16, ...
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
-
-
-class Walked(NamedTuple):
-    """The result of a cycle for a row."""
-
-    steps: list[Step]
-    origins: Sequence[str | None]  # of each node, see `DraftTree.origin_names`
+Walk = tuple[list[Step], Sequence[str | None]]  # of a row: steps, and origins of the nodes, see `Request.append`
 
 
 class Home:
@@ -178,7 +171,7 @@ class CapturedCycles:
     def separate(self, batch: Batch) -> int:
         """How many rows run in a cycle without the others: those that can be captured, moved to the front; or all."""
         count, plan = len(batch.requests), batch.drafting.largest
-        rules = [request.current_rule() for request in batch.requests]
+        rules = [request.current_rule for request in batch.requests]
         obstacles = [obstacle(*row, plan.drafts) for row in zip(batch.requests, rules, strict=True)]
         for what in filter(None, obstacles):
             log_uncaptured(what)
@@ -199,7 +192,7 @@ class CapturedCycles:
     @torch.inference_mode()
     def step(
         self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
-    ) -> list[Walked] | None:
+    ) -> list[Walk] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
         settings = self.captures(batch.requests, rules, plan)
         if settings is None:
@@ -222,7 +215,7 @@ class CapturedCycles:
 
     def _step(
         self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], copies: Sequence[Copies | None]
-    ) -> list[Walked] | None:
+    ) -> list[Walk] | None:
         requests, lengths = batch.requests, batch.cache.lengths
         read = [] if batch.drafter is None else batch.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
@@ -267,7 +260,7 @@ class CapturedCycles:
 
     def _plain(
         self, home: Home, buffers: Buffers, settings: Settings, batch: Batch
-    ) -> list[Walked]:
+    ) -> list[Walk]:
         """A cycle without drafting. The next one needs nothing from the host and is launched first."""
         requests, lengths, tables = batch.requests, batch.cache.lengths, [buffers.ahead]
         for ahead in range(2):
@@ -348,7 +341,7 @@ class CapturedCycles:
     def _finish(
         self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int],
         table: Sequence[Sequence[Sequence[float]]], origins: Sequence[Sequence[str | None]],
-    ) -> list[Walked]:
+    ) -> list[Walk]:
         """Read the table [R, P, 9], and set the lengths of the caches."""
         walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
@@ -360,7 +353,7 @@ class CapturedCycles:
             features = buffers.fed_features[:, : max(map(len, walks))].clone()
             batch.features = [[features[row, : len(steps)]] for row, steps in enumerate(walks)]
         buffers.known = ends, drafted
-        return list(map(Walked, walks, origins))
+        return list(zip(walks, origins, strict=True))
 
 
 def obstacle(request: Request, rule: Rule, drafting: bool) -> str | None:

@@ -6,8 +6,6 @@ F width of the target's features.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ from ..models.target import TargetModel
 from .batch import Batch
 from .output import Receipt
 from .processing import VerifiedTrees, couple
-from .request import EXACT, Emission, Request
+from .request import EXACT, Request
 
 WAIT = 4  # captured cycles for one of the rows that cannot be captured, see `CapturedCycles.separate`
 OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
@@ -43,15 +41,15 @@ def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]
     features = batch.process_prompt(number, most)  # [tokens, F]
     if not request.receipts:
         request.stats.prefill_tokens += len(features)
-    emission = None
+    steps, error = [], None
     if batch.cache.lengths[number] == len(request.tokens):
         root = root_only(torch.tensor(request.tokens[-1:], device=batch.device))
         logits = batch.target.logits(features[-1][None, None])  # [1, 1, V]
         verified = VerifiedTrees.of([request], [len(request.tokens) - 1], root, logits)
-        ((_, emission),) = _walk(EXACT, verified)
+        ((steps, error),) = _accept_group(EXACT, verified)
     if batch.drafting.largest.drafts:
         batch.catch_up(number)
-    return [] if emission is None else request.append(emission)
+    return request.append(steps, [None], error) if steps or error else []
 
 
 def step(batch: Batch) -> list[list[Receipt]]:
@@ -88,14 +86,13 @@ def _step_of(batch: Batch, rows: slice) -> list[list[Receipt]]:
 
 def _cycle(batch: Batch) -> list[list[Receipt]]:
     requests, drafting = batch.requests, batch.drafting
-    rules = [request.current_rule() for request in requests]
+    rules = [request.current_rule for request in requests]
     copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
     plan = drafting.plan(copies)
     if batch.captured is not None and batch.observe is None:
-        walked = batch.captured.step(batch, rules, plan, copies)
-        if walked is not None:  # else it cannot be captured
-            return [request.append(emission_of(row.steps, row.origins, request))
-                    for request, row in zip(requests, walked, strict=True)]
+        walks = batch.captured.step(batch, rules, plan, copies)
+        if walks is not None:  # else it cannot be captured
+            return [request.append(*walk) for request, walk in zip(requests, walks, strict=True)]
     lengths = batch.cache.lengths  # L of each row: the position of its root
 
     # Draft.
@@ -106,15 +103,16 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     logits = batch.target.logits(features)  # [B, N, V]
     # Accept.
     verified = VerifiedTrees.of(requests, lengths, tree, logits, draft_logits, batch.draft_tokens)
-    paths, emissions = _accept(rules, verified)
+    walks = _accept(rules, verified)
     # Keep.
+    paths = [[step.node for step in steps[: None if error is None else -1]] or [0] for steps, error in walks]
     batch.keep(lengths, paths, features, tree, plan.tree.top_k if draft_logits else 0)
 
-    emitted = [len(emission.receipts) for emission in emissions]
-    drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), emitted, copied=any(copies))
+    drafting.learn(plan, tree.tokens.shape[1], len(draft_logits), list(map(len, paths)), copied=any(copies))
     if plan.drafts and batch.observe is not None:
         batch.observe(tree, draft_logits, paths)
-    return [request.append(emission) for request, emission in zip(requests, emissions, strict=True)]
+    return [request.append(steps, origins, error) for request, (steps, error), origins
+            in zip(requests, walks, tree.origin_names(), strict=True)]
 
 
 def draft_trees(
@@ -154,8 +152,8 @@ def _levels(request: Request, target: TargetModel, most: int) -> int:
     return most if limit(length) == limit(length + most) else limit(length) - length
 
 
-def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[int]], list[Emission]]:
-    """The accepted path and the emission of each request. One walk serves all requests with the same rule."""
+def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> list[tuple[list[Step], Exception | None]]:
+    """The steps of each request and the error in the last one. One walk serves all requests with the same rule."""
     requests, groups = verified.requests, []  # of rows
     for number, request in enumerate(requests):
         same = [rows for rows in groups if requests[rows[0]].options.greedy == request.options.greedy
@@ -164,34 +162,24 @@ def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> tuple[list[list[i
             same[0].append(number)
         else:
             groups.append([number])
-    results: dict[int, tuple[list[int], Emission]] = {}
+    walks: dict[int, tuple[list[Step], Exception | None]] = {}
     for rows in groups:
-        results |= dict(zip(rows, _walk(rules[rows[0]], verified.select(rows)), strict=True))
-    paths, emissions = zip(*(results[number] for number in range(len(requests))), strict=True)
-    return list(paths), list(emissions)
+        walks |= dict(zip(rows, _accept_group(rules[rows[0]], verified.select(rows)), strict=True))
+    return [walks[number] for number in range(len(requests))]
 
 
-def _walk(rule: Rule, verified: VerifiedTrees) -> list[tuple[list[int], Emission]]:
-    """The accepted path and the emission of each of the requests, which share a rule. If a user's rule fails, only
-    those requests get its error for which it also fails alone."""
-    requests, errors = verified.requests, verified.errors
+def _accept_group(rule: Rule, verified: VerifiedTrees) -> list[tuple[list[Step], Exception | None]]:
+    """`_accept` for requests that share a rule. If a user's rule fails, only those requests get its error, without
+    steps, for which it also fails alone."""
+    requests = verified.requests
     top = min(max(request.options.top_logprobs for request in requests), verified.raw.shape[-1])
     try:
         walks = walk(rule, verified, *_limits(requests, verified.raw.device), top)
     except Exception as error:
         if len(requests) == 1:
-            return [([0], Emission([], [], error))]
-        return [_walk(rule, verified.select([row]))[0] for row in range(len(requests))]
-    origins = verified.tree.origin_names()
-    results = []
-    for row, (request, steps) in enumerate(zip(requests, walks, strict=True)):
-        path, emission = [step.node for step in steps], emission_of(steps, origins[row], request)
-        if row in errors:  # at the last node: the tokens before may end the answer
-            path = path[:-1] or path
-            emission = emission._replace(receipts=emission.receipts[:-1], logits=emission.logits[:-1],
-                                         error=errors[row])
-        results.append((path, emission))
-    return results
+            return [([], error)]
+        return [_accept_group(rule, verified.select([row]))[0] for row in range(len(requests))]
+    return [(steps, verified.errors.get(row)) for row, steps in enumerate(walks)]
 
 
 def _limits(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor | None, Within | None]:
@@ -217,20 +205,3 @@ def _differ_in_threshold_only(rule: Rule, other: Rule) -> bool:
         return type(rule) is type(other) and bool(replace(rule, threshold=other.threshold) == other)
     except Exception:
         return False
-
-
-def emission_of(steps: Sequence[Step], origins: Sequence[str | None], request: Request) -> Emission:
-    """The emission of an accepted path. Its last token is the target's own, not a draft token.
-
-    Args:
-        origins: of each node, see `DraftTree.origin_names`.
-    """
-    by = [origins[step.node] for step in steps[1:]]  # for the tokens before the last one
-    receipts = [
-        Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
-                None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
-                request.stats.exact_because or ("budget" if step.closed else None), drafter,
-                (step.top or ())[: request.options.top_logprobs])
-        for step, drafter in zip(steps, [*by, None], strict=True)
-    ]
-    return Emission(receipts, [step.logit for step in steps], proposed=Counter(filter(None, origins)))

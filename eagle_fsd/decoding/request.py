@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
 from ..acceptance import Rule, make_rule
+from ..acceptance.walk import Step
 from ..drafting.copies import Copies, TextSource
 from ..drafting.noise import couple_copies
 from ..models.target import TargetModel
@@ -24,19 +25,7 @@ from .output import Output, Receipt, Stats
 EXACT = make_rule("exact")
 # A text repeats itself if it ends in REPETITIONS repetitions of a span, with at least REPEATED_TOKENS tokens in total.
 REPETITIONS, REPEATED_TOKENS, LONGEST_SPAN = 3, 12, 32
-
-
-class Emission(NamedTuple):
-    """The tokens that one forward of the target emits for a request. The prefill emits a single token."""
-
-    receipts: list[Receipt]
-    logits: list[float]  # of the tokens, processed
-    error: Exception | None = None  # of a processor or a user's rule, after these tokens
-    proposed: dict[str, int] = {}  # number of drafted nodes by origin; never mutated
-
-    @property
-    def tokens(self) -> list[int]:
-        return [receipt.token for receipt in self.receipts]
+LONGEST_REPEATED = REPETITIONS * LONGEST_SPAN
 
 
 @dataclass(eq=False, repr=False)
@@ -130,14 +119,10 @@ class Request:
         """The tokens before the root, as processors see them."""
         return [*self.padding, *self.tokens[:-1]]
 
+    @property
     def current_rule(self) -> Rule:
         """The rule of the next cycle: `exact` once the budget is spent or the text repeats itself."""
-        if self.lossless:
-            return EXACT
-        if self.options.budget is not None and self.stats.exact_because is None and repeats(
-                self.tokens[len(self.prompt) :]):
-            self._use_exact("repetition", len(self.receipts))
-        return EXACT if self.stats.exact_because else self.rule
+        return EXACT if self.lossless or self.stats.exact_because else self.rule
 
     def noise_weight(self, rule: Rule) -> float:
         """The weight of the target's sampling noise in drafts for this rule, see `Coupling`. 0: the drafts are the most
@@ -179,57 +164,78 @@ class Request:
         """The tokens of the answer, an end token included."""
         return [receipt.token for receipt in self.receipts]
 
-    def append(self, emission: Emission) -> list[Receipt]:
-        """Append all emitted tokens to the text, and extend the answer, up to its end if it ends here.
+    def append(
+        self, steps: Sequence[Step], origins: Sequence[str | None], error: Exception | None = None
+    ) -> list[Receipt]:
+        """Append the tokens of a walk to the text, and extend the answer, up to its end if it ends here. The last token
+        is the target's own, not a draft token.
 
         An error of a processor, a user's rule or a criterion ends this request only.
+
+        Args:
+            origins: of each node, see `DraftTree.origin_names`.
+            error: of a processor or a user's rule in the last step, which emits no token. The tokens before may end the
+                answer.
 
         Returns:
             Receipts of the new tokens of the answer.
         """
         before = len(self.receipts)
+        drafters = [*(origins[step.node] for step in steps[1:]), None]
+        receipts = [
+            Receipt(step.token, ("target" if step is steps[-1] else "exact") if step.is_exact else "fuzzy",
+                    None if math.isnan(step.divergence) else step.divergence, step.logprob, step.regret,
+                    self.stats.exact_because or ("budget" if step.closed else None), drafter,
+                    step.top[: self.options.top_logprobs])
+            for step, drafter in zip(steps, drafters, strict=False)  # no steps: a user's rule failed
+        ][: None if error is None else -1]
         try:
-            if emission.error is not None and not emission.receipts:
-                raise emission.error
-            self._count(emission)
-            self.tokens += emission.tokens
-            self._pass_marks(emission.tokens)
+            if error is not None and not receipts:
+                raise error
+            self._count(receipts, origins)
+            tokens = [receipt.token for receipt in receipts]
+            self.tokens += tokens
+            self._pass_marks(tokens)
             if self.text_source is not None:
-                self.text_source.extend(emission.tokens)
-            self._extend_answer(emission)
-            if emission.error is not None and self.reason is None:
-                raise emission.error
+                self.text_source.extend(tokens)
+            for receipt, step in zip(receipts, steps, strict=False):
+                require_drawable(step.logit)
+                self.receipts.append(receipt)
+                if (reason := self._reason_after(receipt.token, len(self.receipts))) is not None:
+                    self.finish(reason)
+                    break  # after the end, a processor may leave no token to draw
+            if self.options.budget is not None:
+                self._pay(steps, before)
+            if error is not None and self.reason is None:
+                raise error
         except Exception as error:
             self.finish("error", error)
             return []
         self.stats.new_tokens = len(self.receipts)
         return self.receipts[before:]
 
-    def _count(self, emission: Emission) -> None:
+    def _count(self, receipts: Sequence[Receipt], origins: Sequence[str | None]) -> None:
         if not self.receipts:  # the token of the prefill
             self.stats.prefill_seconds = time.perf_counter() - self._started
             return
-        self.stats.accepted_lengths.append(len(emission.receipts) - 1)
-        self.stats.drafts += bool(emission.proposed)
-        self.stats.undrafted += not emission.proposed
-        self.stats.proposed.update(emission.proposed)
-        self.stats.accepted.update(receipt.drafter for receipt in emission.receipts if receipt.drafter)
+        proposed = Counter(filter(None, origins))
+        self.stats.accepted_lengths.append(len(receipts) - 1)
+        self.stats.drafts += bool(proposed)
+        self.stats.undrafted += not proposed
+        self.stats.proposed.update(proposed)
+        self.stats.accepted.update(receipt.drafter for receipt in receipts if receipt.drafter)
 
-    def _extend_answer(self, emission: Emission) -> None:
-        before = len(self.receipts)
-        for receipt, logit in zip(emission.receipts, emission.logits, strict=True):
-            if self.reason is not None:  # after the end, a processor may leave no token to draw
-                break
-            require_drawable(logit)
-            self.receipts.append(receipt)
-            if (reason := self._reason_after(receipt.token, len(self.receipts))) is not None:
-                self.finish(reason)
-        added = self.receipts[before:]
-        if self.options.budget is not None:
-            self.stats.budget_spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
-        rejected = next((at for at, receipt in enumerate(added, before) if receipt.exact_because == "budget"), None)
-        if rejected is not None and self.stats.exact_because is None:
-            self._use_exact("budget", rejected)
+    def _pay(self, steps: Sequence[Step], before: int) -> None:
+        """Pay for the fuzzy tokens after the first `before` of the answer. Once the budget is spent or the text repeats
+        itself, decoding is exact."""
+        added, stats = self.receipts[before:], self.stats
+        stats.budget_spent += math.fsum(receipt.regret for receipt in added if receipt.source == "fuzzy")
+        if stats.exact_because is None and not self.lossless:
+            rejected = next((at for at, step in enumerate(steps[: len(added)], before) if step.closed), None)
+            if rejected is not None:
+                self._use_exact("budget", rejected)
+            elif self.reason is None and repeats([receipt.token for receipt in self.receipts[-LONGEST_REPEATED:]]):
+                self._use_exact("repetition", len(self.receipts))
 
     def _reason_after(self, token: int, count: int) -> str | None:
         """Why the answer ends after this token, its last of `count`; None: it does not."""
