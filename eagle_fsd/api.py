@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
@@ -132,7 +133,7 @@ def decode_requests(
     session: Session | None = None,
     observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ended: Callable[[Request], None] | None = None,
-) -> list[Output]:
+) -> None:
     """Decode requests that share rule, temperature, tree and `speculative` until all have ended, in batches that one
     cache can serve.
 
@@ -144,16 +145,18 @@ def decode_requests(
             accepted path of each row (nodes, the root first).
         ended: called with each request as soon as it has ended, while others continue.
     """
+    model.refresh()
     parked = None
     if session is not None:  # empty until the end: an error may leave inconsistent caches
         parked, session.row = session.row, None
-    groups = [[requests[number] for number in numbers]
-              for numbers in model.target.batches([len(request.prompt) for request in requests])]
-    for group in groups:
+    groups = deque([requests[number] for number in numbers]
+                   for numbers in model.target.batches([len(request.prompt) for request in requests]))
+    while groups:
+        group = groups.popleft()
         speculative = group[0].options.speculative  # in all, as what the drafting policy reads
         drafter = model.draft if speculative or session is not None else None  # a session's next call may draft
-        batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked, captured=model.captured)
-        batch.observe = observe
+        batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked, captured=model.captured,
+                      observe=observe)
         emitted = [cycle.prefill(batch, number) for number in range(len(group))]
         parked, long = None, []
         while True:
@@ -175,7 +178,6 @@ def decode_requests(
         elif session is not None:
             session.row = batch.row(0)
         del batch  # and its caches, before the next one has others
-    return [request.output() for request in requests]
 
 
 def stream(receipts: Sequence[Receipt], streamer: BaseStreamer) -> None:

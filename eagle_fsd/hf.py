@@ -134,9 +134,10 @@ def custom_generate(
         requests = make_requests(pair, prompts, options, prepared=prepared)
         if streamer is not None and not has_prompt:
             streamer.put(input_ids.cpu())
-        answers = decode_requests(pair, requests, streamer=streamer)
-    longest = max(len(answer.token_ids) for answer in answers)
-    new = [answer.token_ids + [pad] * (longest - len(answer.token_ids)) for answer in answers]
+        decode_requests(pair, requests, streamer=streamer)
+    answers = [request.answer for request in requests]
+    longest = max(map(len, answers))
+    new = [answer + [pad] * (longest - len(answer)) for answer in answers]
     sequences = torch.cat([input_ids, input_ids.new_tensor(new)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
 

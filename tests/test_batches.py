@@ -107,8 +107,9 @@ def test_requests_of_all_kinds_together():
     for start in range(0, len(wanted), 14):
         batch = wanted[start : start + 14]
         requests = [request_of(pair, prompt, **options) for prompt, options in batch]
-        found = decode_requests(pair, requests)
-        for (prompt, options), row in zip(batch, found, strict=True):
+        decode_requests(pair, requests)
+        outputs = [request.output() for request in requests]
+        for (prompt, options), row in zip(batch, outputs, strict=True):
             assert_as_alone(row, eagle_fsd.generate(prompt, pair, **{"max_new_tokens": 20} | options, tree=TREE))
             sources.update(receipt.source for receipt in row.receipts)
     assert sources["fuzzy"] > 40 and sources["exact"] > 300

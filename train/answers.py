@@ -76,7 +76,7 @@ def local_writer(model: EagleModel) -> Write:
         number_of = dict(zip(map(id, requests), fitting, strict=True))
 
         def ended(request: Request) -> None:
-            ids = request.output().token_ids
+            ids = request.answer
             done(number_of[id(request)], Completion(model.tokenizer.decode(ids, skip_special_tokens=True), ids))
 
         decode_requests(model, requests, ended=ended)

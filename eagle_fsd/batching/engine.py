@@ -123,6 +123,7 @@ class Engine:
         ids = encode_prompt(prompt, self.model, options.chat_template_kwargs)
         options = self._limited(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
+        self.model.refresh()
         self._loop.require_room(request)
         ticket = Ticket(request, self.model.tokenizer)
         self._loop.add(request, ticket)

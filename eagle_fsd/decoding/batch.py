@@ -108,6 +108,7 @@ class Captured(Protocol):
 
 class Batch:
     """The rows of requests, each with its text in the caches of both models. `cycle.prefill` and `cycle.step` decode.
+    The time of the requests begins here.
 
     Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
@@ -118,22 +119,22 @@ class Batch:
         caches: empty ones of target and drafter, which the caller enlarges; None: they grow with the texts. Where
             cycles are captured, they have room for the longest text and the largest tree from the start.
         captured: runs those cycles of these models that can be captured; None: no cycle is captured.
+        observe: called after each drafted cycle, none of which is captured then, see `api.decode_requests`.
 
     Attributes:
-        observe: called after each drafted cycle, see `api.decode_requests`.
         waited: cycles since the last one of rows that cannot be captured, see `cycle.step`.
     """
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], drafting: Drafting, *,
         parked: Row | None = None, caches: list[TreeCache] | None = None, captured: Captured | None = None,
+        observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ) -> None:
         self.target, self.drafter, self.requests, self.drafting = target, drafter, list(requests), drafting
-        self.captured, self.waited = captured, 0
+        self.captured, self.observe, self.waited = captured if observe is None else None, observe, 0
         self.device = target.output_device  # of trees, logits and features
         self.reads_features = drafter is not None and drafter.reads_features
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
-        self.observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None
         key = weights_key(target, drafter) if self.requests else None
         for request in self.requests:
             request.begin(target, key)

@@ -64,7 +64,7 @@ def step(batch: Batch) -> list[list[Receipt]]:
         see `Request.error`.
     """
     together = rows = len(batch.requests)
-    if batch.captured is not None and batch.observe is None:
+    if batch.captured is not None:
         together = batch.captured.separate(batch)
     emitted = _step_of(batch, slice(0, together))
     if together == rows:
@@ -89,7 +89,7 @@ def _cycle(batch: Batch) -> list[list[Receipt]]:
     rules = [request.current_rule for request in requests]
     copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
     plan = drafting.plan(copies)
-    if batch.captured is not None and batch.observe is None:
+    if batch.captured is not None:
         walks = batch.captured.step(batch, rules, plan, copies)
         if walks is not None:  # else it cannot be captured
             return [request.append(*walk) for request, walk in zip(requests, walks, strict=True)]

@@ -118,7 +118,6 @@ def make_requests(
             processors_key=key if is_context_free(processors) else None,
             watched=StreamedText(tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None, **fields))
-    model.refresh()
     return requests
 
 
