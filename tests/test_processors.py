@@ -27,10 +27,10 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, GenerateOptions, TreeConfig, make_rule
-from eagle_fsd.decoding.processing import TopP, VerifiedTrees
+from eagle_fsd.decoding.processing import TopP, own_forms
 from eagle_fsd.decoding.request import Request
+from eagle_fsd.decoding.verified import VerifiedTrees
 from eagle_fsd.drafting.tree import root_only
-from eagle_fsd.inputs.requests import check_processors
 
 NEW = 24
 TREE = TreeConfig(16, 5, 4)
@@ -69,7 +69,7 @@ def test_top_p_keeps_all_of_equal_tokens():
 
 def test_top_p_takes_the_place_of_transformers_where_it_does_the_same():
     other = TopPLogitsWarper(0.7, min_tokens_to_keep=2)
-    ours, same = check_processors([TopPLogitsWarper(0.7), other])
+    ours, same = own_forms([TopPLogitsWarper(0.7), other])
     assert isinstance(ours, TopP) and ours.top_p == 0.7 and same is other
 
 

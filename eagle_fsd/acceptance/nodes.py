@@ -75,12 +75,13 @@ class Nodes:
     draft_row: Tensor  # [B] long, the node's row of `level_logits`; -1: the drafter did not expand it
     draft_tokens: Tensor | None  # [R] long, the token ids of `level_logits`; None: 0 to R - 1
     threshold: Tensor  # [B] float64
-    left: Tensor | None  # [B] float64, the rest of each row's budget; None: no row has one
+    left: Tensor | None  # [B] float64, the rest of each row's budget, for users' rules; None: no row has one
     going: Tensor  # [B] bool: rows whose walk goes on; results of other rows are ignored
     errors: dict[int, Exception]  # by row, raised by a user's function
 
     @property
     def greedy(self) -> bool:
+        """For users' rules, as `left`."""
         return self.noise is None
 
     @property

@@ -27,7 +27,7 @@ class Verified(Protocol):
 
     tree: DraftTree
     draft_logits: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
-    draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: all, R = V
+    draft_tokens: Tensor | None  # [R] long, the draft's token ids; None: 0 to R - 1
     raw: Tensor  # [B, N, V] float32, the target's logits
     greedy: bool
     errors: dict[int, Exception]  # by row, raised by a processor or a user's rule at the last node of the row's path

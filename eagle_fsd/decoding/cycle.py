@@ -22,8 +22,8 @@ from ..drafting.tree import DraftTree, join_drafts, root_only
 from ..models.target import TargetModel
 from .batch import Batch
 from .output import Receipt
-from .processing import VerifiedTrees, couple
 from .request import EXACT, Request
+from .verified import VerifiedTrees, couple
 
 WAIT = 4  # captured cycles for one of the rows that cannot be captured, see `CapturedCycles.separate`
 OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second

@@ -9,21 +9,12 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation.logits_process import (
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from ..acceptance import FuzzyRule
 from ..decoding.grammar import Grammar
-from ..decoding.processing import WARPERS, TopP
+from ..decoding.processing import WARPERS, CountPenalty, is_context_free, own_forms
 from ..decoding.request import Request
 from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
@@ -31,27 +22,6 @@ from ..options.generate import FOLLOWED, GenerateOptions, as_list
 from ..utils.checks import OptionError, check_functions, require_integer
 from ..utils.text import StreamedText
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
-
-# Processors whose result does not depend on earlier tokens: one call serves all rows.
-CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
-# Processors with a state, which expect one call per token in the order of the text.
-STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-
-
-class CountPenalty(LogitsProcessor):
-    """OpenAI's penalties: one for each occurrence of a token in the answer, one for each token that occurs in it.
-
-    Args:
-        start: length of the prompt, where occurrences do not count.
-    """
-
-    def __init__(self, frequency: float, presence: float, start: int) -> None:
-        self.frequency, self.presence, self.start = frequency, presence, start
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # [M, L], [M, V]
-        answer = input_ids[:, self.start :]
-        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 def make_requests(
@@ -96,7 +66,7 @@ def make_requests(
     copying = options.speculative and text_drafts != "off"
     key = None  # of processors that depend on the scores only
     if prepared is not None:
-        key = id(prepared)
+        key = object()
     elif not logits_processor and options.generation_config is None:
         key = (options.temperature, options.top_k, options.top_p, options.min_p, repr(followed))
     requests = []
@@ -194,28 +164,9 @@ def with_own_processors(
         own.append(SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in options.logit_bias.items()}))
     if grammar is not None:
         own.append(grammar)
-    processors = check_processors(processors)
+    processors = own_forms(processors)
     at = next((at for at, processor in enumerate(processors) if isinstance(processor, WARPERS)), len(processors))
     return LogitsProcessorList([*processors[:at], *own, *processors[at:]])
-
-
-def check_processors(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorList:
-    """The processors as a list. Raise for one that is not a function of its arguments."""
-    checked = LogitsProcessorList(
-        TopP(processor.top_p) if type(processor) is TopPLogitsWarper and processor.min_tokens_to_keep == 1
-        and processor.filter_value == -math.inf else processor for processor in processors or [])
-    for processor in checked:
-        if isinstance(processor, STATEFUL):
-            raise ValueError(
-                f"{type(processor).__name__} is not supported: it keeps a state between calls, and decoding may go "
-                "back to an earlier text; a processor must be a function of input_ids and scores"
-            )
-    return checked
-
-
-def is_context_free(processors: LogitsProcessorList) -> bool:
-    """Whether the result depends on the scores only, so that one call serves all nodes."""
-    return all(type(processor) in CONTEXT_FREE for processor in processors)
 
 
 def mark_token(mark: str | int, model: EagleModel) -> int:
