@@ -89,8 +89,8 @@ class Engine:
     @property
     def max_length(self) -> int:
         """The maximum number of tokens of a prompt and its answer together."""
-        room, limit = self._loop.positions - self._loop.nodes, self.model.target.max_positions
-        return room if limit is None else min(room, limit)
+        longest, limit = self._loop.room.longest, self.model.target.max_positions
+        return longest if limit is None else min(longest, limit)
 
     @property
     def waiting(self) -> int:
@@ -124,7 +124,7 @@ class Engine:
         options = self._limited(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self.model.refresh()
-        self._loop.require_room(request)
+        self._loop.room.require(request)
         ticket = Ticket(request, self.model.tokenizer)
         self._loop.add(request, ticket)
         return ticket
@@ -135,8 +135,10 @@ class Engine:
         make_requests(self.model, [[0]], self._limited(options, 1))
 
     def _limited(self, options: GenerateOptions, length: int) -> GenerateOptions:
-        """The options with `max_new_tokens` lowered to a row's share after a prompt of this length."""
-        share = self._loop.most_new_tokens(length)
+        """The options with `max_new_tokens` lowered to the end of the context, or to a row's share, after a prompt of
+        this length."""
+        share, limit = self._loop.room.share(length), self.model.target.text_limit(length)
+        share = max(1, (share if limit is None else min(share, limit)) - length)
         if (options.min_new_tokens or 0) > share:
             raise OptionError("min_new_tokens", options.min_new_tokens, f"at most {share}, a row's share of the "
                               f"engine's max_tokens after a prompt of {length} tokens")
@@ -151,9 +153,10 @@ class Engine:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
         nodes, levels = room_of([Plan(tree)], copying=True)
-        if nodes > self._loop.nodes or levels > self._loop.levels:
-            raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {self._loop.nodes}, "
-                              f"and depth times top_k at most {self._loop.levels}, got {tree}")
+        room = self._loop.room
+        if nodes > room.nodes or levels > room.levels:
+            raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {room.nodes}, "
+                              f"and depth times top_k at most {room.levels}, got {tree}")
 
     def close(self, drain: bool = True) -> None:
         """Reject new requests, and return when all submitted ones have ended.

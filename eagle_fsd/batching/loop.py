@@ -21,6 +21,7 @@ from ..decoding.batch import Batch, Row, shared_prefix
 from ..decoding.cycle import OUT_OF_MEMORY
 from ..decoding.output import Receipt
 from ..decoding.request import Request
+from ..decoding.room import Room
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS
 from ..drafting.sizing import Drafting, Plan, room_of
@@ -32,8 +33,6 @@ from .memory import positions_in_memory
 from .tickets import EngineClosed, QueueFull, Ticket
 
 log = logging.getLogger(__name__)
-MULTIPLE = 256  # the capacity of a row is a multiple of this many positions
-LEAST = 256  # new tokens after a prompt that takes all of a row's share
 
 
 @dataclass
@@ -102,20 +101,19 @@ class Loop:
         queue: the requests that wait for a row.
         closed: whether new requests are rejected.
         error: the exception that ended the loop and all requests; None: there was none.
-        nodes, levels: positions that the largest cycle takes besides the text, see `room_of`.
-        positions: capacity of the caches, rows times the length of the longest one.
+        room: the limits of the caches.
 
     Raises:
         ValueError: `max_tokens` is too small for a cycle.
     """
 
     def __init__(self, model: EagleModel, tree: TreeConfig | None, options: EngineOptions) -> None:
-        self.model, self.max_rows, self.max_waiting = model, options.max_rows, options.max_waiting
+        self.model, self.max_waiting = model, options.max_waiting
         trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
-        self.nodes, self.levels = room_of(map(Plan, trees), copying=True)
-        self.positions = options.max_tokens or in_own_thread(
-            partial(positions_in_memory, model, self.max_rows, self.nodes))
-        require_integer("max_tokens", self.positions, self.nodes + 2)
+        nodes, levels = room_of(map(Plan, trees), copying=True)
+        positions = options.max_tokens or in_own_thread(partial(positions_in_memory, model, options.max_rows, nodes))
+        require_integer("max_tokens", positions, nodes + 2)
+        self.room = Room(options.max_rows, positions, nodes, levels)
         # If the target does not split prompts, its keys depend on the number of positions in a forward.
         self.prefill_chunk = options.prefill_chunk if model.target.splits_prefill else 1 << 62
         self.queue: deque[Request] = deque()
@@ -125,10 +123,10 @@ class Loop:
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
         self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
         # Of the loop's thread.
-        self.prefixes = Prefixes(options.prefixes, self.positions // 2)
+        self.prefixes = Prefixes(options.prefixes, positions // 2)
         self.prefilling: Batch | None = None  # of the prompt in progress
         self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(partial(model.plan, tree)),
-                                         captured=model.captured)
+                                         room=self.room, captured=model.captured)
         self.thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self.thread.start()
 
@@ -191,19 +189,6 @@ class Loop:
                 stats.add(request)
         return stats
 
-    def require_room(self, request: Request) -> None:
-        """Raise ValueError if the request can never fit."""
-        needed, most = request.positions, self.positions - self.nodes
-        if needed > most:
-            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
-                             f"need {needed} positions, but the engine has room for {most}")
-
-    def most_new_tokens(self, length: int) -> int:
-        """New tokens after a prompt of this length, limited by the context and by a row's share of all positions."""
-        share = max(self.positions // self.max_rows - self.nodes, min(length + LEAST, self.positions - self.nodes))
-        limit = self.model.target.text_limit(length)
-        return max(1, (share if limit is None else min(share, limit)) - length)
-
     # The thread -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -257,7 +242,7 @@ class Loop:
         if ticket is not None and not request.receipts:
             ticket.leave_queue()
         try:
-            self._make_room(together)
+            self.batch.make_room([request])
             plan = self.batch.drafting.choose(together)
             caches = [model.new_cache(len(request.tokens)) for model in self.batch.models]
             alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
@@ -295,15 +280,11 @@ class Loop:
     # A cycle ----------------------------------------------------------------------------------------------------
 
     def _cycle(self) -> None:
-        """Run one cycle. Requests that end leave the batch. If memory runs out, the longest request ends."""
-        try:
-            self._make_room([*self.requests, *(self.prefilling.requests if self.prefilling else ())])
-        except OUT_OF_MEMORY as error:
-            max(self.requests, key=lambda request: len(request.tokens)).finish("error", error)
-        else:
-            for request, receipts in zip(self.requests, cycle.step(self.batch), strict=True):
-                self._show(request, receipts)
-            self._ended.cycles += 1
+        """Run one cycle. Requests that end leave the batch."""
+        emitted = cycle.step(self.batch, self.prefilling.requests if self.prefilling else ())
+        for request, receipts in zip(self.requests, emitted, strict=True):
+            self._show(request, receipts)
+        self._ended.cycles += 1
         self._drop_finished()
 
     def _show(self, request: Request, receipts: list[Receipt]) -> None:
@@ -375,36 +356,11 @@ class Loop:
         if ticket is not None:
             ticket.end(request)
 
-    # Memory -----------------------------------------------------------------------------------------------------
-
     def _has_room_for(self, request: Request) -> bool:
         """Whether the request can start now."""
         requests = [*self.requests, request]
         batches = self.model.target.batches([len(row.tokens) for row in requests])
-        return len(batches) == 1 and self._size(requests) is not None
-
-    def _size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
-        """Rows and positions of caches for the whole texts of these requests; None: there is no room for them."""
-        needed, rows = max(request.positions for request in requests) + self.nodes, len(requests)
-        if rows > self.max_rows or rows * needed > self.positions:
-            return None
-        room = min(-(-needed // MULTIPLE) * MULTIPLE, self.positions // rows)
-        return min(1 << (rows - 1).bit_length(), self.max_rows, self.positions // room), room
-
-    def _make_room(self, requests: Sequence[Request]) -> None:
-        """Enlarge the caches if the current texts do not fit: step by step, up to the size for the whole texts."""
-        cache, needed = self.batch.cache, max(len(request.tokens) for request in requests) + self.nodes
-        if cache.batch < len(requests) or cache.capacity < needed:
-            size = self._size(requests)
-            assert size is not None, "see `_has_room_for`"
-            rows, most = size
-            if self.model.captured is not None:  # new caches would need new captures
-                rows, needed = min(self.max_rows, self.positions // most), most
-            least = cache.capacity
-            if needed > least:
-                least = max(-(-needed // MULTIPLE) * MULTIPLE, 2 * least)
-            room = min(most, least)
-            self.batch.resize(rows, [room, room + self.levels][: len(self.batch.caches)])
+        return len(batches) == 1 and self.room.size(requests) is not None
 
 
 class Prefixes:

@@ -119,8 +119,7 @@ class Buffers:
 
     def draft_bucket(self, read: Sequence[int]) -> int | None:
         """As `bucket`, of the drafter's cache, after rows with these numbers of positions."""
-        needed = max(read) + self.fed + self.config.top_k * (self.config.depth - 1)
-        return bucket_of(needed, self.draft_storage.shape[-2])
+        return bucket_of(max(read) + self.fed + self.config.drafted, self.draft_storage.shape[-2])
 
     def holds(self, requests: Sequence[object], lengths: list[int], read: list[int]) -> bool:
         """Whether the buffers are those of these requests, with these numbers of positions in both caches."""

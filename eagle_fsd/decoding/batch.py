@@ -28,6 +28,7 @@ from ..models.cache import TreeCache
 from ..models.causal_lm import prefill_part
 from ..models.target import TargetModel
 from .request import Request
+from .room import Room
 
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
@@ -113,11 +114,12 @@ class Batch:
     Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
     Args:
+        requests: their clocks start here, unless they were started before.
         drafting: the policy, new for each batch.
         parked: for a single request, the row of an earlier one, which cannot be used afterwards: its caches become
             those of the batch, up to the first token that differs from the prompt.
-        caches: empty ones of target and drafter, which the caller enlarges; None: they grow with the texts. Where
-            cycles are captured, they have room for the longest text and the largest tree from the start.
+        caches: empty ones of target and drafter, for prefills alone; None: they grow with the texts, see `make_room`.
+        room: the limits of caches that other requests may join; None: there are none.
         captured: runs those cycles of these models that can be captured; None: no cycle is captured.
         observe: called after each drafted cycle, none of which is captured then, see `api.decode_requests`.
 
@@ -127,32 +129,40 @@ class Batch:
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], drafting: Drafting, *,
-        parked: Row | None = None, caches: list[TreeCache] | None = None, captured: Captured | None = None,
+        parked: Row | None = None, caches: list[TreeCache] | None = None, room: Room | None = None,
+        captured: Captured | None = None,
         observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ) -> None:
         self.target, self.drafter, self.requests, self.drafting = target, drafter, list(requests), drafting
         self.captured, self.observe, self.waited = captured if observe is None else None, observe, 0
         self.device = target.output_device  # of trees, logits and features
         self.reads_features = drafter is not None and drafter.reads_features
+        self.offset = int(self.reads_features)  # the drafter reads token i + offset at position i of its cache
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         key = weights_key(target, drafter) if self.requests else None
         for request in self.requests:
             request.begin(target, key)
         drafting.resize(self.requests)
-        self._longest: int | None = None  # text, once all have ended; None: the caller makes room
+        self.room = self._own_room() if room is None else room
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
         self.features: list[list[Tensor]] = [[] for _ in self.requests]
         self.caches = self._new_caches(parked) if caches is None else caches
 
+    def _own_room(self) -> Room:
+        """Room for the whole texts, and for the largest cycle of any number of rows."""
+        rows = len(self.requests)
+        plans = [self.drafting.choose(self.requests[:number]) for number in range(1, rows + 1)]
+        nodes, levels = room_of(plans, any(request.copying for request in self.requests))
+        longest = max((request.positions for request in self.requests), default=0)
+        return Room(rows, rows * (longest + nodes), nodes, levels)
+
     def _new_caches(self, parked: Row | None) -> list[TreeCache]:
         """Caches with room for the prompts and the next tokens, or for the whole texts if cycles are captured."""
-        copying = any(request.copying for request in self.requests)
-        plans = [self.drafting.choose(self.requests[number:]) for number in range(len(self.requests))]  # as rows leave
-        self._nodes, self._levels = room_of(plans, copying)
-        self._longest = length = max((request.positions for request in self.requests), default=0)
-        captured = self.captured is not None and self.captured.support(self.target, self.drafter)
-        if not captured:
-            length = min(length, max((len(request.tokens) for request in self.requests), default=0) + STEP)
+        if not self.requests:
+            return [model.new_cache(1, 0) for model in self.models]
+        rows, length = self.room.size(self.requests)
+        if not self._fixed:
+            length = min(length, max(len(request.tokens) for request in self.requests) + STEP)
         rooms = self._rooms(length)
         if parked is not None:
             if (parked.target, parked.drafter) != (self.target, self.drafter):
@@ -162,9 +172,9 @@ class Batch:
                 for cache in parked.caches:
                     cache.truncate(kept)
                 return [cache.with_room(size) for cache, size in zip(parked.caches, rooms, strict=True)]
-        if captured and self.requests:
-            return self.captured.caches(rooms, len(self.requests))
-        return [model.new_cache(size, len(self.requests)) for model, size in zip(self.models, rooms, strict=True)]
+        if self._fixed:
+            return self.captured.caches(rooms, rows)
+        return [model.new_cache(size, rows) for model, size in zip(self.models, rooms, strict=True)]
 
     @property
     def models(self) -> list[TargetModel | Drafter]:
@@ -250,19 +260,32 @@ class Batch:
 
     # Memory -------------------------------------------------------------------------------------------------------
 
-    def make_room(self) -> None:
-        """Enlarge the caches for another cycle, unless the caller does."""
-        if self._longest is not None:
-            rooms = self._rooms(max(len(request.tokens) for request in self.requests)), self._rooms(self._longest)
-            self.caches = [cache.with_room(*sizes) for cache, *sizes in zip(self.caches, *rooms, strict=True)]
+    def make_room(self, joining: Sequence[Request] = ()) -> None:
+        """Enlarge the caches if another cycle of the requests, and of those that join, does not fit: step by step, up
+        to the size for the whole texts; at once if cycles are captured, since new caches need new captures."""
+        requests = [*self.requests, *joining]
+        length = max(len(request.tokens) for request in requests)
+        if len(requests) <= self.cache.batch and all(
+                cache.capacity >= needed for cache, needed in zip(self.caches, self._rooms(length), strict=True)):
+            return
+        rows, longest = self.room.size(requests)
+        if self._fixed:
+            rows, length = self.room.most_rows(longest), longest
+        self.caches = [
+            cache.resized(max(needed, min(most, cache.capacity if needed <= cache.capacity
+                                          else max(needed + STEP, 2 * cache.capacity))), rows)
+            for cache, needed, most in zip(self.caches, self._rooms(length), self._rooms(longest), strict=True)]
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the caches should keep their addresses, as cycles are captured."""
+        return self.captured is not None and self.captured.support(self.target, self.drafter)
 
     def _rooms(self, length: int) -> list[int]:
-        """The positions in each cache that a text of this length and the largest cycle take."""
-        return [length + self._nodes, length + self._nodes + self._levels][: len(self.models)]
-
-    def resize(self, rows: int, rooms: Sequence[int]) -> None:
-        """Change the number of rows, and the positions of each row in each cache."""
-        self.caches = [cache.resized(room, rows) for cache, room in zip(self.caches, rooms, strict=True)]
+        """The positions in each cache that a text of this length and the largest cycle take. The drafter's has room for
+        the nodes too: it processes up to as many tokens at once, padding included."""
+        room = length + self.room.nodes
+        return [room, room + self.room.levels][: len(self.models)]
 
     def allocate_like(self, other: Batch) -> None:
         """Allocate the caches for rows of another batch, so that `add` cannot run out of memory."""
@@ -295,7 +318,7 @@ class Batch:
 
     def unread_tokens(self, number: int, end: int | None = None) -> Sequence[int]:
         """The T tokens that the drafter has not processed; if it reads features, the tokens that follow these."""
-        return self.requests[number].tokens[self.draft_cache.lengths[number] + self.reads_features : end]
+        return self.requests[number].tokens[self.draft_cache.lengths[number] + self.offset : end]
 
     def catch_up(self, number: int) -> None:
         """The drafter processes what the target has processed of a row, except the last feature: the token after it

@@ -52,12 +52,15 @@ def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]
     return request.append(steps, [None], error) if steps or error else []
 
 
-def step(batch: Batch) -> list[list[Receipt]]:
+def step(batch: Batch, joining: Sequence[Request] = ()) -> list[list[Receipt]]:
     """Run one cycle. Each request emits its accepted draft tokens and one token of the target. If memory runs out, the
     longest request ends with this error, and the others continue with the next cycle.
 
     On a GPU, few requests that cannot be captured run in a cycle of their own, every `WAIT` cycles of the others. They
     move behind the others in `batch.requests`.
+
+    Args:
+        joining: requests that are being prefilled, for which the caches keep room.
 
     Returns:
         For each request, receipts of the new tokens of its answer; none if it was left out, or if an error ended it,
@@ -66,17 +69,17 @@ def step(batch: Batch) -> list[list[Receipt]]:
     together = rows = len(batch.requests)
     if batch.captured is not None:
         together = batch.captured.separate(batch)
-    emitted = _step_of(batch, slice(0, together))
+    emitted = _step_of(batch, slice(0, together), joining)
     if together == rows:
         return emitted
     batch.waited = (batch.waited + 1) % WAIT
-    return emitted + ([[]] * (rows - together) if batch.waited else _step_of(batch, slice(together, rows)))
+    return emitted + ([[]] * (rows - together) if batch.waited else _step_of(batch, slice(together, rows), joining))
 
 
-def _step_of(batch: Batch, rows: slice) -> list[list[Receipt]]:
+def _step_of(batch: Batch, rows: slice, joining: Sequence[Request]) -> list[list[Receipt]]:
     """A cycle of some rows."""
     try:
-        batch.make_room()
+        batch.make_room(joining)
         with batch.only(rows):
             return _cycle(batch)
     except OUT_OF_MEMORY as error:

@@ -10,7 +10,6 @@ reads all slots up to the end of the longest row; slots after a row's end are st
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -234,11 +233,11 @@ class TreeCache(Cache):
                     storage[..., target, :, : lengths[target], :] = states
         self.rows, self.lengths = slice(0, len(rows)), lengths
 
-    def with_room(self, capacity: int, most: float = math.inf) -> TreeCache:
-        """This cache if its capacity suffices, else a copy twice as large, up to a capacity of `most` >= `capacity`."""
+    def with_room(self, capacity: int) -> TreeCache:
+        """This cache if its capacity suffices, else a copy, at least twice as large."""
         if capacity <= self.capacity:
             return self
-        return self.resized(max(capacity, min(most, 2 * self.capacity)), len(self.lengths))
+        return self.resized(max(capacity, 2 * self.capacity), len(self.lengths))
 
     def resized(self, capacity: int, batch: int, rows: Sequence[int] | None = None) -> TreeCache:
         """A new cache of this size with the same sequences, or with some of them."""
