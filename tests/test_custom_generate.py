@@ -258,7 +258,7 @@ def test_criteria_that_keep_count_of_their_rows(target, ours):
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"draft": None, "text_drafts": "on"}, TypeError, 'text_drafts must be "auto", "off"'),
-    ({"draft": 5}, TypeError, "draft must be a DraftHead, .*got int"),
+    ({"draft": 5}, TypeError, "draft must be a Drafter, .*got int"),
     ({"draft": tiny_head(tiny_target(vocab_size=40))}, ValueError, "vocabulary size is 40"),
     ({"prompt_lookup_num_tokens": 3}, ValueError, "a method of its own .*prompt_lookup_num_tokens"),
     ({"guidance_scale": 1.5}, ValueError, "Unbatched.* keeps a state"),

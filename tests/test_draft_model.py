@@ -116,7 +116,7 @@ def test_what_cannot_draft_is_refused(pair, places, tmp_path):
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is not supported"):
         EagleModel.from_parts(target, t5)
-    with pytest.raises(TypeError, match="draft must be a DraftHead, PreTrainedModel, DraftModel, got str"):
+    with pytest.raises(TypeError, match="draft must be a Drafter, PreTrainedModel, got str"):
         EagleModel.from_parts(target, "small")
     eagle_fsd.save_head(tiny_head(target), tmp_path / "head")
     for options, message in (({"draft_dtype": "bfloat16"}, "are for a causal LM as the drafter"),

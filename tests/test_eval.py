@@ -113,7 +113,7 @@ def test_assisted_generation_uses_both_models_as_they_are(two_models, packed):
 
 def test_what_needs_a_draft_model_says_so(model):
     for call in (lambda: assisted(model), lambda: draft_model(model, "--drafter-alone")):
-        with pytest.raises(ValueError, match=r"needs a causal LM as the drafter \(--draft\), got a draft head"):
+        with pytest.raises(ValueError, match=r"needs a causal LM as the drafter \(--draft\), got a head"):
             call()
     with pytest.raises(ValueError, match=r"weight of assisted generation must lie in \(0, 1\], got 0"):
         assisted(model, weight=0)

@@ -119,10 +119,10 @@ class CapturedCycles:
 
     @staticmethod
     def support(target: TargetModel, drafter: Drafter | None) -> bool:
-        """Whether forwards of both models can be captured: computed fused, on one device."""
+        """Whether forwards of both models can be captured, on one device."""
         models = [target] if drafter is None else [target, drafter]
         devices = set().union(*(model.devices for model in models))
-        return len(devices) == 1 and all(model.fused is not None for model in models)
+        return len(devices) == 1 and all(model.capturable for model in models)
 
     # Caches -------------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class CapturedCycles:
     def captures(self, requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
         """The settings of a cycle of these models; None: it cannot be captured."""
         models = [model for model in (self.target, self.drafter) if model is not None]
-        if any(model.fused is None or "forward" in vars(model) for model in models):
+        if not all(model.capturable for model in models):
             return None
         return settings_of(requests, rules, plan)
 

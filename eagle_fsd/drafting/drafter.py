@@ -4,82 +4,60 @@ B batch, N tokens of a forward, D size of a state, F width of the target's featu
 R tokens that the drafter can name.
 """
 
+# ruff: noqa: B027 - a drafter that needs nothing at these calls leaves their methods empty
+
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..models.cache import BucketCache, TreeCache
-from ..models.fused import FusedLayer
+from ..models.digest import weights_digest
+from ..models.fused import FusedLayer, version_of
 from ..models.target import TargetModel
 
 
-class Drafter(Protocol):
-    """A model that predicts the target's next tokens: a draft head (`heads.eagle.DraftHead`), or a causal LM with the
-    same tokens (`language_model.DraftModel`).
+class Drafter(ABC):
+    """A model that predicts the target's next tokens: a draft head (`heads.eagle.DraftHead`), a causal LM with the same
+    tokens (`language_model.DraftModel`), or a class of yours. `EagleModel.from_parts` takes any.
 
     It has its own cache, and at each position a state [D], from which `own_logits` computes its logits. At position i a
     drafter with `reads_features` reads the target's feature of position i and token i + 1; any other reads token i.
+    All tensors that it gets and returns are on the device of the target's output layer.
+
+    A class of yours needs `draft_vocab_size`, `new_cache`, `predict` and `own_logits`. It must be hashable and weakly
+    referable, as classes are by default. Below, members are grouped by their callers.
     """
 
-    noun: str  # "a head", for records
-    kind: str
-    reads_features: bool
-    max_positions: int | None  # a longer text, its tree included, gets no drafts of it; None: no limit
-    dtype: torch.dtype
-    devices: set[torch.device]
-    module: nn.Module  # with its weights and its `config`
-    fused: object | None  # what computes it in a decode cycle; None: stock modules
-    first_layer: FusedLayer  # of `fused`
-    computed_by: str  # the implementation of its forwards, for records
+    # The cycle: `drafting/growth.py`, `decoding/batch.py` and `cycle.py` ------------------------------------------
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """R; without `draft_tokens` it is less than V if the last rows of the target's vocabulary are padding."""
+    reads_features: bool = False
+    max_positions: int | None = None  # a longer text, its tree included, gets no drafts of it; None: no limit
+    draft_vocab_size: int  # R; without `draft_tokens` it is less than V if the last rows of the target's are padding
+    draft_tokens: Tensor | None = None  # [R] long, ascending: the target's ids of its tokens; None: 0 to R - 1
 
-    @property
-    def draft_tokens(self) -> Tensor | None:
-        """[R] long, ascending: the target's ids of the tokens that it can name; None: 0 to R - 1."""
-
-    def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Draft for this target. Raise ValueError if that is impossible.
-
-        Args:
-            tokenizer: the target's; None: unknown.
-        """
-
-    def separate(self, target: TargetModel) -> Drafter:
-        """A drafter with the same weights, to be fitted to another target than this one."""
-
-    def refresh_for(self, target: TargetModel) -> None:
-        """Follow changes of its modules, forwards or hooks. Raise ValueError if it does not fit the target any more."""
-
-    def pack_for(self, target: TargetModel, form: str | None) -> None:
-        """Replace linear layers on a CPU by packed ones, see `models.linear`, after those of the target."""
-
-    def digest(self) -> str:
-        """An identifier, independent of its dtype."""
-
-    def weights_key(self) -> tuple:
-        """See `models.causal_lm.CausalLM.weights_key`."""
-
-    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
-        """An empty cache with room for `capacity` positions of each sequence."""
+    @abstractmethod
+    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
+        """An empty cache with room for `capacity` positions of each sequence; `spare`: see `TreeCache`."""
 
     def read(
         self,
         features: Tensor,  # [B, N, F] of the target
     ) -> Tensor:  # [B, N, D]
         """Features as states, for positions that the target has computed; called only if it `reads_features`."""
+        return features
 
+    @abstractmethod
     def predict(
         self,
-        states: Tensor | None,  # [B, N, D], at the position before each token; None if it reads no features
-        tokens: Tensor,  # [B, N]
+        states: Tensor | None,  # [B, N, D], at the position before each token: by `read` for a text (None if it
+        # reads no features), its own predictions in a tree
+        tokens: Tensor,  # [B, N] ids of the target
         positions: Tensor,  # [B, N], in the drafter's own sequence
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal
         cache: TreeCache | BucketCache,  # the tokens' keys and values are appended to it; the latter in captured cycles
@@ -89,12 +67,61 @@ class Drafter(Protocol):
         The keys that a token sees are its text, in order: a sliding window of W sees the last W of them.
         """
 
+    @abstractmethod
     def own_logits(
         self,
         states: Tensor,  # [..., D]
         output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
     ) -> Tensor:  # [..., R] float32
-        """Logits of the tokens that it can name, on the device of the target's logits."""
+        """Logits of the tokens that it can name."""
+
+    def weights_key(self) -> tuple:
+        """Changes with the weights and the structure, after which nothing cached is used again."""
+        return tuple(map(version_of, self.module.parameters()))
+
+    # Capture as CUDA graphs: `captured/cycle.py` ------------------------------------------------------------------
+
+    capturable: bool = False  # whether CUDA graphs may hold its forwards: those of fixed shapes are fused and its own
+    first_layer: FusedLayer  # of a capturable one, whose layers are alike
+    devices: Collection[torch.device] = ()  # of its weights
+    dtype: torch.dtype = torch.float32
+
+    # Loading: `loading/pair.py` -----------------------------------------------------------------------------------
+
+    def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Draft for this target. A drafter that reads features sets `target.layers` to those whose it reads.
+
+        Args:
+            tokenizer: the target's; None: unknown.
+
+        Raises:
+            ValueError: that is impossible.
+        """
+
+    def separate(self, target: TargetModel) -> Drafter:
+        """A drafter with the same weights, to be fitted to another target than this one."""
+        return copy.copy(self)
+
+    def refresh_for(self, target: TargetModel) -> None:
+        """Follow changes of its modules, forwards or hooks. Called before each request.
+
+        Raises:
+            ValueError: it does not fit the target any more.
+        """
+
+    def pack_for(self, target: TargetModel, form: str | None) -> None:
+        """Replace linear layers on a CPU by packed ones, see `models.linear`, after those of the target."""
+
+    # Records: `EagleModel.described`, `loading/timing.py`, `curves.py` --------------------------------------------
+
+    noun: str = "a drafter"  # for sentences
+    kind: str = "custom"
+    module: nn.Module = nn.Module()  # with its weights, and its `config` if it has one
+    computed_by: str = "its own code"  # the implementation of its forwards
+
+    def digest(self) -> str:
+        """An identifier of class and weights, independent of the dtype."""
+        return f"{type(self).__name__}/{self.draft_vocab_size}/{weights_digest(self.module)}"
 
 
 def weights_key(target: TargetModel, drafter: Drafter | None) -> tuple:

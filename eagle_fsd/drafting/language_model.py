@@ -5,7 +5,6 @@ B batch, N tokens of a forward, D hidden size of the draft model, R rows of its 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 from torch import Tensor
@@ -15,12 +14,13 @@ from ..models.cache import BucketCache, TreeCache
 from ..models.causal_lm import CausalLM
 from ..models.target import TargetModel
 from ..utils.text import token_difference
+from .drafter import Drafter
 
 PADDING = 128  # rows by which one vocabulary may be padded further than another: Qwen2.5 has 151,936 or 152,064
 
 
-class DraftModel(CausalLM):
-    """A causal LM that drafts for a larger one with the same tokens: a `drafting.drafter.Drafter`.
+class DraftModel(CausalLM, Drafter):
+    """A causal LM that drafts for a larger one with the same tokens.
 
     It reads the text alone, in a cache of its own. Its dtype, device and packing are its own as well.
 
@@ -36,7 +36,7 @@ class DraftModel(CausalLM):
         ValueError: see `CausalLM`; a draft model has to compute trees, too.
     """
 
-    noun, kind, reads_features, draft_tokens = "a causal LM", "causal LM", False, None
+    noun, kind = "a causal LM", "causal LM"
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
@@ -68,10 +68,6 @@ class DraftModel(CausalLM):
 
     def pack_for(self, target: TargetModel, form: str | None) -> None:
         self.pack(form)
-
-    def separate(self, target: TargetModel) -> DraftModel:
-        """An adapter of the same model, to be fitted to another target than this one."""
-        return copy.copy(self)
 
     def predict(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from ..drafting.drafter import Drafter
 from ..models.attention import GROUPED, attention_over  # the module registers it with transformers
 from ..models.cache import BucketCache, TreeCache, cache_name, rows_and_slots
 from ..models.digest import weights_digest
@@ -39,7 +40,7 @@ class HeadRotary(LlamaRotaryEmbedding):
         return super()._apply(lambda buffer: fn(buffer) if buffer.is_meta else buffer.to(fn(buffer).device), recurse)
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, Drafter):
     """`fc` over [embedding, feature] and one stock Llama layer without input norm (arXiv 2401.15077, section 4.1).
 
     The feature of position i is paired with the token of position i + 1, at rotary position i.
@@ -54,7 +55,7 @@ class DraftHead(nn.Module):
         ValueError: the config has more than one layer.
     """
 
-    noun, kind, reads_features, max_positions = "a head", "EAGLE-1/2", True, None
+    noun, kind, reads_features = "a head", "EAGLE-1/2", True
 
     def __init__(self, config: LlamaConfig, *, bias: bool = False) -> None:
         super().__init__()
@@ -146,6 +147,10 @@ class DraftHead(nn.Module):
     @property
     def module(self) -> DraftHead:
         return self
+
+    @property
+    def capturable(self) -> bool:
+        return self.fused is not None and "forward" not in vars(self)
 
     @property
     def first_layer(self) -> FusedLayer:
@@ -246,13 +251,6 @@ class DraftHead(nn.Module):
         """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
         return TreeCache([self.device], capacity, batch, spare)
 
-    def read(
-        self,
-        features: Tensor,  # [..., F] of the target, see `TargetModel`
-    ) -> Tensor:  # [..., D]
-        """The input of `forward` for the target's features, of the width of its own predictions."""
-        return features
-
     def forward(
         self,
         features: Tensor,  # [B, T, D], at the position before each token: `read` from the target, or predicted
@@ -277,13 +275,13 @@ class DraftHead(nn.Module):
 
     def predict(
         self,
-        features: Tensor,  # [B, T, D]
+        states: Tensor,  # [B, T, D]
         tokens: Tensor,  # [B, T]
         positions: Tensor,  # [B, T]
         ancestors: Tensor | None,  # [B, T, M] bool
         cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, T, D]
-        """`forward` in the signature of `drafting.drafter.Drafter`."""
+        """`forward` with the mask of these ancestors."""
         start, count, mask = cache.start, tokens.shape[1], None
         keys, window = cache.end(count), self.window
         narrow = window is not None and keys > window
@@ -294,7 +292,7 @@ class DraftHead(nn.Module):
         elif ancestors is not None:
             visible = visible_keys(ancestors, start, keys)
             mask = additive(visible & in_reach(visible, SLIDING, window) if narrow else visible, self.dtype)
-        return self(features, tokens, positions, mask, cache)
+        return self(states, tokens, positions, mask, cache)
 
     def computes_fused(self, cache: object) -> bool:
         """Whether `fused` computes the layer: only in decoding, since training has gradients or other caches."""
@@ -335,13 +333,8 @@ class DraftHead(nn.Module):
         if isinstance(self.output_rows, OutputRows):
             self.output_rows.pack(form, target.lm_head)
 
-    def own_logits(
-        self,
-        predicted: Tensor,  # [..., D]
-        output: Callable[[Tensor], Tensor],  # the target's output layer, [..., D] -> [..., V]
-    ) -> Tensor:  # [..., R] float32
-        """The head's logits of the tokens that it can draft."""
-        return self.target_logits(predicted, output)
+    def own_logits(self, states: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.target_logits(states, output)  # its states are the features that it predicts
 
     def target_logits(
         self,

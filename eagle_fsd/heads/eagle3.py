@@ -150,8 +150,8 @@ class Eagle3Head(DraftHead):
                 position_embeddings=self.rotary_emb(features, positions), **{cache_name(type(layer.self_attn)): cache})
         return self.norm(states) if self.norm_output else states
 
-    def own_logits(self, predicted: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        normed = predicted if self.norm_output else self.norm(predicted)
+    def own_logits(self, states: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = states if self.norm_output else self.norm(states)
         return output(normed) if self.lm_head is None else self.lm_head(normed).float()
 
 

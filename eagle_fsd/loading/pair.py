@@ -18,9 +18,9 @@ from ..captured.cycle import CapturedCycles
 from ..decoding.request import Request
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
 from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
+from ..drafting.drafter import Drafter
 from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Drafting, Pause, Plan, Sizing
-from ..heads.eagle import DraftHead
 from ..loading.timing import known_latency
 from ..models.causal_lm import read_structure
 from ..models.check import PASSED
@@ -33,7 +33,7 @@ from ..utils.locks import Lock
 from ..utils.version import code_version
 
 log = logging.getLogger(__name__)
-_pairs: WeakKeyDictionary[DraftHead | DraftModel, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
+_pairs: WeakKeyDictionary[Drafter, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
 _fitting = Lock()  # of drafters to targets
 MOST_WARNED = 256  # kinds of warnings about requests: clients of a server may choose the names in them
 
@@ -47,7 +47,7 @@ class EagleModel:
     """
 
     target: TargetModel
-    draft: DraftHead | DraftModel | None
+    draft: Drafter | None
     tokenizer: PreTrainedTokenizerBase | None = None
     tree: TreeConfig | None = None  # for requests without a tree
     sizing: Sizing | None = None  # chooses the size of each cycle for requests without a tree; None: `default_tree`
@@ -100,12 +100,12 @@ class EagleModel:
 
     @classmethod
     def from_parts(
-        cls, target: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | None,
+        cls, target: PreTrainedModel, draft: Drafter | PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
         cuda_graphs: bool = True,
     ) -> EagleModel:
-        """Join a causal LM and a drafter: a head, or a smaller causal LM with the same tokens. A head is moved to the
-        device of the target's output layer and to its dtype; a causal LM stays as it is.
+        """Join a causal LM and a drafter: a head, a smaller causal LM with the same tokens, or a `Drafter` of your own.
+        A head is moved to the device of the target's output layer and to its dtype; others stay as they are.
 
         A head that drafts for another target already stays as it is: the pair gets a head of its own, which shares the
         weights if device and dtype are the same, and else copies them.
@@ -121,7 +121,7 @@ class EagleModel:
                 model with other tokens.
         """
         for name, part, *kinds in (("target", target, PreTrainedModel), ("tokenizer", tokenizer,
-                                   PreTrainedTokenizerBase), ("draft", draft, DraftHead, PreTrainedModel, DraftModel)):
+                                   PreTrainedTokenizerBase), ("draft", draft, Drafter, PreTrainedModel)):
             if not isinstance(part, tuple(kinds)) and (part is not None or name == "target"):
                 accepted = ", ".join(kind.__name__ for kind in kinds)
                 raise TypeError(f"{name} must be a {accepted}, got {type(part).__name__}")

@@ -236,7 +236,8 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
              "weights": packed_form(target.model) or "plain", "computed_by": target.computed_by,
              "kernels": packed_kernels(target.model), "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
-        facts |= {"head_config": config_digest(drafter.module.config), "head_dtype": str(drafter.dtype),
+        config = getattr(drafter.module, "config", None)
+        facts |= {"head_config": config and config_digest(config), "head_dtype": str(drafter.dtype),
                   "head_device": sorted(map(str, drafter.devices)), "head_kernels": packed_kernels(drafter.module),
                   "head_weights": packed_form(drafter.module) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {

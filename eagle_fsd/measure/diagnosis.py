@@ -108,7 +108,7 @@ class Findings:
 def check_pair(model: EagleModel) -> None:
     """Raise ValueError unless the drafter is a head and the target has a tokenizer."""
     if not isinstance(model.draft, DraftHead):
-        drafter = "no drafter" if model.draft is None else "a causal LM"
+        drafter = "no drafter" if model.draft is None else model.draft.noun
         raise ValueError(f"only draft heads can be checked, got {drafter}")
     if model.tokenizer is None:
         raise ValueError("the target has no tokenizer: save one to its directory")

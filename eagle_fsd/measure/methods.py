@@ -198,7 +198,7 @@ def draft_model(model: EagleModel, purpose: str) -> DraftModel:
     """
     if not isinstance(model.draft, DraftModel):
         raise ValueError(f"{purpose} needs a causal LM as the drafter (--draft), got "
-                         f"{'none' if model.draft is None else 'a draft head'}")
+                         f"{'none' if model.draft is None else model.draft.noun}")
     return model.draft
 
 

@@ -272,6 +272,11 @@ class CausalLM:
         return {self.device, self.output_device}
 
     @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs may hold its forwards: by the fused decoder, and not replaced."""
+        return self.fused is not None and "forward" not in vars(self)
+
+    @property
     def first_layer(self) -> FusedLayer:
         """Of the fused decoder."""
         return self.fused.layers[0]
