@@ -45,7 +45,7 @@ class Buffers:
         self.most = 1 if tree is None else tree.verified(copying)  # N of a tree with copies
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else tree.path + 1  # P without copies
-        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # never first in a program
         self.reads_features = drafter is not None and drafter.reads_features
         # Positions by which the drafter's cache is longer than the target's after a draft: it also holds the root.
         self.lead = int(drafter is not None and not drafter.reads_features)

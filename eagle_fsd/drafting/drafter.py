@@ -39,7 +39,8 @@ class Drafter(ABC):
     reads_features: bool = False
     max_positions: int | None = None  # a longer text, its tree included, gets no drafts of it; None: no limit
     draft_vocab_size: int  # R; without `draft_tokens` it is less than V if the last rows of the target's are padding
-    draft_tokens: Tensor | None = None  # [R] long, ascending: the target's ids of its tokens; None: 0 to R - 1
+    # [R] long, ascending: the target's ids of its tokens, the same tensor until they change; None: 0 to R - 1.
+    draft_tokens: Tensor | None = None
 
     @abstractmethod
     def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
@@ -81,7 +82,7 @@ class Drafter(ABC):
 
     # Capture as CUDA graphs: `captured/cycle.py` ------------------------------------------------------------------
 
-    capturable: bool = False  # whether CUDA graphs may hold its forwards: those of fixed shapes are fused and its own
+    capturable: bool = False  # whether CUDA graphs may hold its forwards, which also take a `BucketCache`
     first_layer: FusedLayer  # of a capturable one, whose layers are alike
     devices: Collection[torch.device] = ()  # of its weights
     dtype: torch.dtype = torch.float32
