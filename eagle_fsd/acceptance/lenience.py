@@ -24,7 +24,6 @@ class Lenience(FuzzyRule):
     """
 
     name: ClassVar[str] = "lenience"
-    threshold_scale: ClassVar[float] = 3.0
 
     def is_lossless(self, greedy: bool) -> bool:
         return greedy or self.threshold == 0

@@ -6,15 +6,10 @@ from importlib import import_module
 
 from ..utils.checks import OptionError
 from . import RULE_CLASSES
-from .rule import Custom, Rule
+from .rule import REMOVED_RULES, Custom, Rule
 
 RULES: dict[str, type[Rule]] = {
     name: getattr(import_module(f".{name}", __package__), rule) for name, rule in RULE_CLASSES.items()
-}
-REMOVED = {  # rules of earlier versions: what to use instead
-    "tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)",
-    "fly": "'fsd', which was as fast (docs/results/tried.md)",
-    "ensemble": "'fsd', which was faster (docs/results/tried.md)",
 }
 
 
@@ -45,8 +40,8 @@ def make_rule(
     if isinstance(rule, str):
         if rule not in RULES:
             problem = f"unknown rule {rule!r}"
-            if rule in REMOVED:
-                problem = f"rule {rule!r}, which was removed: use {REMOVED[rule]}"
+            if rule in REMOVED_RULES:
+                problem = f"rule {rule!r}, which was removed: use {REMOVED_RULES[rule]}"
             raise OptionError("acceptance", problem=f"names the {problem}; accepted: {', '.join(RULES)}, a rule or a "
                               "function")
         rule = RULES[rule]()

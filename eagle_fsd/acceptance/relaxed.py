@@ -25,7 +25,6 @@ class Relaxed(GatingRule):
     """
 
     name: ClassVar[str] = "relaxed"
-    threshold_scale: ClassVar[float] = 4.0
 
     top: int = field(default=10, kw_only=True)
 

@@ -18,7 +18,13 @@ from ..drafting.noise import NOISE_WEIGHT
 from ..utils.checks import check_interval
 from .nodes import Nodes, TokenWeights, Weights
 
-REMOVED = {  # attributes of rules of earlier versions: what to use instead
+# What earlier versions had, and what to use instead: rules, and attributes of rules.
+REMOVED_RULES = {
+    "tilt": "'fsd', which was as fast and lost less (docs/results/tried.md)",
+    "fly": "'fsd', which was as fast (docs/results/tried.md)",
+    "ensemble": "'fsd', which was faster (docs/results/tried.md)",
+}
+REMOVED_ATTRIBUTES = {
     "window": "no token is tentative now: decide at its node, or limit the regret by budget=",
     "mixes_draft": "the draft's logits are not processed now: read `Nodes.draft_logits`",
 }
@@ -37,15 +43,14 @@ class Rule(ABC):
 
     name: ClassVar[str]
     threshold_limit: ClassVar[tuple[float, bool]] = (math.inf, False)  # upper bound, and whether it is included
-    threshold_scale: ClassVar[float] = 1.0  # the largest useful threshold, where a slider ends
     noise_weight: ClassVar[float] = 0.0  # of the target's noise in drafts, see `drafting.noise`
 
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in REMOVED:
+        for name, instead in REMOVED_ATTRIBUTES.items():
             if hasattr(self, name):
-                raise TypeError(f"rule {self.name!r} has {name!r}, which was removed: {REMOVED[name]}")
+                raise TypeError(f"rule {self.name!r} has {name!r}, which was removed: {instead}")
         check_interval("threshold", self.threshold, *self.threshold_limit, of=f"of rule {self.name!r} ")
 
     @abstractmethod

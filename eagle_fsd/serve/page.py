@@ -33,6 +33,7 @@ Slot = Callable[[], AbstractAsyncContextManager]  # takes a place for a request 
 REFRESH = 0.1  # seconds between updates while an answer is generated
 WAITING, STOPPED = '<span class="hint">…</span>', '<span class="hint">stopped</span>'
 CONVERSATIONS = 256  # kept at once, some hundred KB each; the one that was used least recently is dropped
+SCALES = {"lenience": 3.0, "relaxed": 4.0}  # upper end of the threshold slider where that is not 1, by rule
 LONGEST = 1024  # upper end of the length slider in tokens, unless the server's own limit is larger
 SOURCES = {  # of a token, with the text of the legend
     "target": "the target’s own", "head": "the target’s own, drafted by the head",
@@ -199,7 +200,7 @@ def settings_of(defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     threshold, temperature = min(float(defaults.get("threshold") or 0.0), 1e6), float(defaults.get("temperature", 0.0))
     length = int(defaults.get("max_new_tokens", LONGEST))
     limit, included = RULES[name].threshold_limit
-    end = max(0.01, min(RULES[name].threshold_scale, limit if included else limit - 0.01), threshold)
+    end = max(0.01, min(SCALES.get(name, 1.0), limit if included else limit - 0.01), threshold)
     own = rule_fields(defaults)
     guard = defaults.get("head_guard", "default")
     guard = getattr(RULES[name], "head_guard", None) if guard == "default" else guard
