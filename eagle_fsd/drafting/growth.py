@@ -1,8 +1,9 @@
 """Growing the draft tree: expansion by confidence, then reranking (EAGLE-2, arXiv 2406.16858, section 4).
 
-B batch, T tokens accepted in the last cycle (of each row), K children per node and nodes per level, N nodes verified,
-E = 1 + K * (depth - 1) expanded nodes, S = 1 + K + (depth - 1) * K * K scored nodes, D size of the drafter's states,
-F width of the target's features, R vocabulary of the draft.
+B batch, T tokens that the drafter has not processed (the most of any row): of the last cycle, of several, or of a part
+of a prompt, K children per node and nodes per level, N nodes verified, E = 1 + K * (depth - 1) expanded nodes,
+S = 1 + K + (depth - 1) * K * K scored nodes, D size of the drafter's states, F width of the target's features,
+R vocabulary of the draft.
 
 Scored nodes are numbered level by level, starting with the root, 0; within a level by the rank of the parent, then by
 their own rank. A parent's number is therefore smaller than its child's, and its cumulative log-probability is not

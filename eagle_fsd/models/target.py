@@ -48,7 +48,7 @@ class TargetModel(CausalLM):
         tokens: Tensor,  # [B, N]
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
-        """Features by the stock decoder."""
+        """Features by the stock decoder, for training."""
         return self.current.stock(tokens, self.layers, **options)
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
