@@ -229,6 +229,18 @@ def test_what_is_equal_or_measures_only_may_change(place, others, tmp_path, monk
     assert json.loads((tmp_path / "moved" / "head" / "evaluation.json").read_text())["tau"] >= 1
 
 
+def test_a_state_resumes_with_settings_that_are_newer_than_it_at_their_defaults(place, tmp_path):
+    run(place, tmp_path / "run", steps=2, evaluate=False)
+    path = tmp_path / "run" / "states" / "step-2" / "run.json"
+    record = json.loads(path.read_text())
+    for name in ("shard", "betas"):
+        del record["config"][name]
+    path.write_text(json.dumps(record))
+    run(place, tmp_path / "run", steps=2, evaluate=False)
+    with pytest.raises(ValueError, match="another betas .was .0.9, 0.95., now .0.5, 0.5."):
+        run(place, tmp_path / "run", steps=2, evaluate=False, betas=(0.5, 0.5))
+
+
 def test_features_in_another_dtype_or_quantisation_are_refused(place, tmp_path):
     write_features(TargetModel(load_target(place / "target", dtype="bfloat16")[0]), Documents.load(place / "data"),
                    tmp_path / "features")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Output
@@ -86,8 +86,8 @@ class Evaluation:
     def __init__(self, trainer: Trainer, logs: Logs, stop: StopRequest) -> None:
         self.trainer, self.config, self.logs, self.stop = trainer, trainer.config, logs, stop
         # A state is saved before its step is evaluated, so a resumed run may already have an evaluation of its step.
-        self.measured: dict[int, dict] = {
-            line["step"]: line for line in logs.read("eval") if line["step"] <= trainer.step}
+        lines, = broadcast_object_list([logs.read("eval")])  # the same on all processes, which evaluate together
+        self.measured: dict[int, dict] = {line["step"]: line for line in lines if line["step"] <= trainer.step}
 
     @property
     def due(self) -> bool:

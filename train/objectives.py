@@ -178,7 +178,8 @@ class InChunks(torch.autograd.Function):
                     ctx.grads[0][step, chunk], *others = torch.autograd.grad(value, [read, *weights], allow_unused=True)
                     for number, grad in enumerate(others, 1):
                         known = ctx.grads[number]
-                        ctx.grads[number] = grad if known is None else known.add_(grad)
+                        if grad is not None:  # summed in float32, and cast to the weight's dtype by autograd
+                            ctx.grads[number] = grad.float() if known is None else known.add_(grad)
         ctx.mark_non_differentiable(counts)
         return total, counts
 
