@@ -19,7 +19,7 @@ import torch
 from ..decoding import cycle
 from ..decoding.batch import Batch, Row, shared_prefix
 from ..decoding.cycle import OUT_OF_MEMORY
-from ..decoding.output import Receipt
+from ..decoding.output import Counts, Receipt, counted
 from ..decoding.request import Request
 from ..decoding.room import Room
 from ..drafting.config import TreeConfig
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class EngineStats:
+class EngineStats(Counts):
     """Counters since the engine started: sums over its requests, which never decrease.
 
     Args:
@@ -47,50 +47,48 @@ class EngineStats:
         tokens: new tokens.
         fuzzy: those that only the rule accepted.
         cycles: cycles of the loop.
-        drafts, undrafted: verify forwards with draft tokens of the request, and without.
-        proposed, accepted: draft tokens by origin, see `ORIGINS`. tau is accepted.total() / forwards + 1.
         accepted_lengths: forwards by the number of draft tokens that they accepted.
+        drafts, undrafted, proposed, accepted: see `Stats`. tau is accepted.total() / forwards + 1.
     """
 
-    requests: int = 0
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    tokens: int = 0
-    fuzzy: int = 0
+    requests: int = counted("accepted requests")
+    finished: Counter[str] = counted("finished requests by reason", Counter, "reason")
+    prompt_tokens: int = counted("prompt tokens")
+    reused_tokens: int = counted("prompt tokens read from the cache of an earlier request")
+    tokens: int = counted("new tokens")
+    fuzzy: int = counted("new tokens that only a rule accepted")
     cycles: int = 0
-    drafts: int = 0
-    undrafted: int = 0
-    proposed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
-    accepted: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ORIGINS, 0)))
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for counter in (self.proposed, self.accepted):
+            counter.update(dict.fromkeys(ORIGINS, 0))
 
     @property
     def forwards(self) -> int:
         """Verify forwards, counted once for each request of a cycle."""
         return self.accepted_lengths.total()
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Add the current counts of a request, which another thread may be decoding."""
         stats, receipts = request.stats, request.receipts
+        self.add(stats)
         self.requests += 1
         if receipts:  # the prefill is complete
             self.prompt_tokens += len(request.prompt)
             self.reused_tokens += len(request.prompt) - stats.prefill_tokens
         self.tokens += len(receipts)
         self.fuzzy += sum(receipt.source == "fuzzy" for receipt in receipts)
-        self.drafts += stats.drafts
-        self.undrafted += stats.undrafted
-        self.proposed.update(Counter(stats.proposed))  # a copy: the other thread may add keys during the update
-        self.accepted.update(Counter(stats.accepted))
         self.accepted_lengths.update(stats.accepted_lengths)
 
 
 class Loop:
     """Decodes requests in a thread of its own, which ends once the loop is closed and no request is left.
 
-    A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token. Other
-    threads, which submit requests, call only what stands before `_work`.
+    A prompt is prefilled in parts, in caches of its own. The request joins the batch with its first token. When it has
+    ended, it leaves the batch (`_drop_finished`), its caches serve later prompts (`_park`), it is counted (`_retire`),
+    and its ticket gets the output (`Ticket.end`). Other threads, which submit requests, call only what stands before
+    `_work`.
 
     The loop does not refer to its engine: an engine that nobody holds closes it.
 
@@ -121,7 +119,7 @@ class Loop:
         self.closed, self._cancelling = False, False
         self.error: BaseException | None = None
         self.live: dict[Request, weakref.ref[Ticket]] = {}  # all requests that have not ended, waiting ones included
-        self._ended, self._counting = EngineStats(), threading.Lock()  # the first: of requests no longer in `live`
+        self._totals, self._counting = EngineStats(), threading.Lock()  # the first: without requests in `live`
         # Of the loop's thread.
         self.prefixes = Prefixes(options.prefixes, positions // 2)
         self.prefilling: Batch | None = None  # of the prompt in progress
@@ -184,9 +182,9 @@ class Loop:
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         with self._counting:
-            stats = copy.deepcopy(self._ended)
+            stats = copy.deepcopy(self._totals)
             for request in list(self.live):
-                stats.add(request)
+                stats.add_request(request)
         return stats
 
     # The thread -------------------------------------------------------------------------------------------------
@@ -284,7 +282,7 @@ class Loop:
         emitted = cycle.step(self.batch, self.prefilling.requests if self.prefilling else ())
         for request, receipts in zip(self.requests, emitted, strict=True):
             self._show(request, receipts)
-        self._ended.cycles += 1
+        self._totals.cycles += 1
         self._drop_finished()
 
     def _show(self, request: Request, receipts: list[Receipt]) -> None:
@@ -349,8 +347,8 @@ class Loop:
             reference = self.live.pop(request, None)
             if reference is None:
                 return
-            self._ended.add(request)
-            self._ended.finished[request.reason] += 1
+            self._totals.add_request(request)
+            self._totals.finished[request.reason] += 1
         release_frames(request.error)
         ticket = reference()
         if ticket is not None:
@@ -397,10 +395,7 @@ class Prefixes:
         self.parked = [row for row in self.parked if row.weights_key == request.weights_key]
         rows = [*map(running.row, range(len(running.requests))), *self.parked]
         best = max(rows, key=lambda row: row.shared(request)[0], default=None)
-        if best is None or not best.shared(request)[0]:
-            return
-        alone.adopt(best)
-        if best in self.parked:  # move it to the end, as recently used
+        if best is not None and alone.adopt(best) and best in self.parked:  # move it to the end, as recently used
             self.parked.remove(best)
             self.parked.append(best)
 

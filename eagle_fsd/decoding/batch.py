@@ -198,11 +198,14 @@ class Batch:
         return Row(self.target, self.drafter, request.tokens, self.caches, number, self.features[number],
                    request.weights_key)
 
-    def adopt(self, row: Row) -> None:
-        """Copy what another row shares with the prompt of this batch's only request, which has not begun."""
+    def adopt(self, row: Row) -> bool:
+        """Copy what another row shares with the prompt of this batch's only request, which has not begun. Returns
+        whether it shares anything."""
         kept, self.features[0] = row.shared(self.requests[0])
-        for cache, other in zip(self.caches, row.caches, strict=True):
-            cache.copy_row(0, other, row.number, min(kept, other.lengths[row.number]))
+        if kept:
+            for cache, other in zip(self.caches, row.caches, strict=True):
+                cache.copy_row(0, other, row.number, min(kept, other.lengths[row.number]))
+        return kept > 0
 
     def add(self, other: Batch) -> None:
         """Append the rows of another batch of the same models. The caches must have room for them."""

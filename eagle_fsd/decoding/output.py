@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -34,8 +34,36 @@ class Receipt(NamedTuple):
     top: Sequence[tuple[int, float]] = ()
 
 
+def counted(what: str, kind: Callable[[], object] = int, by: str | None = None) -> Any:
+    """A field of 0, or of an empty `Counter`, that the endpoint's metrics contain.
+
+    Args:
+        what: it counts. by: the label of the keys of a `Counter`.
+    """
+    return field(default_factory=kind, metadata={"what": what, "by": by})
+
+
 @dataclass(repr=False)
-class Stats:
+class Counts:
+    """What decoding counts for a request, see `Stats`, and an engine for all of its requests."""
+
+    drafts: int = field(default=0, repr=False)
+    undrafted: int = counted("verify forwards without draft tokens of the request")
+    proposed: Counter[str] = counted("verified draft tokens, by drafter", Counter, "drafter")
+    accepted: Counter[str] = counted("accepted draft tokens, by drafter", Counter, "drafter")
+
+    def add(self, counts: Counts) -> None:
+        """Add those of a request, which another thread may be decoding."""
+        for item in fields(Counts):
+            mine, value = getattr(self, item.name), getattr(counts, item.name)
+            if isinstance(mine, Counter):
+                mine.update(Counter(value))  # a copy: the other thread may add keys during the update
+            else:
+                setattr(self, item.name, mine + value)
+
+
+@dataclass(repr=False)
+class Stats(Counts):
     """Statistics of a request. Counts of draft tokens include those after the end of the answer.
 
     The seconds of a request in a batch are wall-clock time, which all its requests share.
@@ -58,10 +86,6 @@ class Stats:
     budget_spent: float | None = None
     exact_from: int | None = None
     exact_because: str | None = None
-    drafts: int = field(default=0, repr=False)
-    undrafted: int = 0
-    proposed: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
     computed_by: str | None = None
     prefill_tokens: int = 0  # positions that the prefill processed: those of the prompt that were not cached
 

@@ -97,7 +97,7 @@ def method_rows(records: Sequence[Mapping], reference: str, texts: str | None = 
         questions), over the timed questions, like the following; None: none is timed, or unknown; mean_speed: mean of
         each question's tokens per second, and mean_speedup: its ratio to the reference's, as Spec-Bench has them, with
         their standard deviations over runs; tau; steps: forwards of the target per answer; accepted: see
-        `accepted_by_position`. same_tokens: share of tokens before the first difference; drop: of accuracy, with its
+        `acceptance_by_position`. same_tokens: share of tokens before the first difference; drop: of accuracy, with its
         interval; bound: its one-sided 95% bound, with Bonferroni's correction over all methods but the reference.
     """
     timed = [line["methods"] for line in records if all(record["timed"] for record in line["methods"].values())]
@@ -121,7 +121,7 @@ def method_rows(records: Sequence[Mapping], reference: str, texts: str | None = 
             **mean_speeds(runs, their_runs),
             "tau": sum(run["emitted"] for run in every) / forwards if forwards else None,
             "steps": mean(every or [{}], "steps", len(every)),
-            "accepted": accepted_by_position([length for run in every for length in run.get("lengths", ())]),
+            "accepted": acceptance_by_position([length for run in every for length in run.get("lengths", ())]),
             "regret_per_token": mean(own, "regret", max(1, tokens)), "cut_off": mean(own, "cut_off", len(ours)),
             "tokens_per_answer": tokens / len(records), "same_answers": parts.count(None) / len(records),
             "same_tokens": None if mean(ours, "fuzzy", 1) is None else sum(  # None: the ids are texts
@@ -151,7 +151,7 @@ def mean_speeds(runs: Sequence[Sequence[Mapping]], their_runs: Sequence[Sequence
             for suffix, least, measure in (("", 1, np.mean), ("_deviation", 2, lambda values: np.std(values, ddof=1)))}
 
 
-def accepted_by_position(lengths: Sequence[int]) -> list[float]:
+def acceptance_by_position(lengths: Sequence[int]) -> list[float]:
     """The share of forwards that accepted the draft token at each position, of those that accepted all before it (the
     EAGLE papers' n-alpha), as far as a position was reached.
 

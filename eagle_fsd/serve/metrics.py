@@ -9,6 +9,7 @@ Drafts are counted under vLLM's names as well, with its labels, for dashboards t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,16 +22,6 @@ from ..batching.tickets import Ticket
 from ..decoding.output import accepted_by_position
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-COUNTERS = {  # attributes of `EngineStats`
-    "requests": "accepted requests",
-    "prompt_tokens": "prompt tokens",
-    "reused_tokens": "prompt tokens read from the cache of an earlier request",
-    "tokens": "new tokens",
-    "fuzzy": "new tokens that only a rule accepted",
-    "forwards": "verify forwards of the target, counted per row",
-    "undrafted": "verify forwards without draft tokens of the request",
-}
-BY_DRAFTER = {"proposed": "verified draft tokens", "accepted": "accepted draft tokens"}
 
 
 class Metrics(Collector):
@@ -70,17 +61,14 @@ class Metrics(Collector):
             ("fuzzy_share", "share of tokens that only a rule accepted", stats.fuzzy / max(1, stats.tokens)),
         ):
             yield GaugeMetricFamily(f"eagle_fsd_{name}", what, value=value)
-        for name, what in COUNTERS.items():
-            yield CounterMetricFamily(f"eagle_fsd_{name}", what, value=getattr(stats, name))
-        for name, what in BY_DRAFTER.items():
-            drafted = CounterMetricFamily(f"eagle_fsd_{name}", f"{what}, by drafter", labels=["drafter"])
-            for drafter, count in getattr(stats, name).items():
-                drafted.add_metric([drafter], count)
-            yield drafted
-        ended = CounterMetricFamily("eagle_fsd_finished", "finished requests by reason", labels=["reason"])
-        for reason, count in dict(stats.finished).items():
-            ended.add_metric([reason], count)
-        yield ended
+        yield CounterMetricFamily("eagle_fsd_forwards", "verify forwards of the target, counted per row",
+                                  value=stats.forwards)
+        for item in filter(lambda item: item.metadata, fields(stats)):  # see `counted`
+            by, value = item.metadata["by"], getattr(stats, item.name)
+            counter = CounterMetricFamily(f"eagle_fsd_{item.name}", item.metadata["what"], labels=[by] if by else [])
+            for key, count in value.items() if by else [(None, value)]:
+                counter.add_metric([key] if by else [], count)
+            yield counter
         yield from self._of_vllm(stats)
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
