@@ -23,7 +23,8 @@ from .rule import Rule
 
 
 class Verified(Protocol):
-    """A batch of draft trees with the logits of draft and target."""
+    """A batch of draft trees with the logits of draft and target: `decoding.verified.VerifiedTrees`, and the chains of
+    `serve.vllm`."""
 
     tree: DraftTree
     draft_logits: Sequence[Tensor]  # [B, K, R] of each drafted level, the draft's raw logits; see `tree.draft_rows`
