@@ -6,75 +6,36 @@ from .utils.lazy import lazy_names
 
 __version__ = "0.5.0.dev0"
 
-__all__ = [
-    "RULES",
-    "Chat",
-    "DraftHead",
-    "DraftModel",
-    "EagleModel",
-    "Engine",
-    "EngineClosed",
-    "FuzzyRule",
-    "GatingRule",
-    "GenerateOptions",
-    "LoadOptions",
-    "Nodes",
-    "Output",
-    "Piece",
-    "QueueFull",
-    "Receipt",
-    "Rule",
-    "Session",
-    "Stats",
-    "TextDrafts",
-    "Ticket",
-    "TokenWeights",
-    "TreeConfig",
-    "Weights",
-    "custom_generate",
-    "generate",
-    "load",
-    "load_head",
-    "make_rule",
-    "save_head",
-]
-
-if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
-    from .acceptance import RULES, FuzzyRule, GatingRule, Nodes, Rule, TokenWeights, Weights, make_rule
-    from .api import generate
-    from .batching.engine import Engine
-    from .batching.tickets import EngineClosed, Piece, QueueFull, Ticket
-    from .chat import Chat
-    from .decoding.batch import Session
-    from .decoding.output import Output, Receipt, Stats
-    from .drafting.config import TreeConfig
-    from .drafting.copies import TextDrafts
-    from .drafting.language_model import DraftModel
-    from .heads.checkpoint import load_head, save_head
-    from .heads.eagle import DraftHead
-    from .hf import custom_generate
-    from .loading.load import load
-    from .loading.pair import EagleModel
-    from .options.generate import GenerateOptions
-    from .options.load import LoadOptions
+if TYPE_CHECKING:  # the public names: type checkers read them here, and so does `lazy_names`
+    from .acceptance import RULES as RULES
+    from .acceptance import FuzzyRule as FuzzyRule
+    from .acceptance import GatingRule as GatingRule
+    from .acceptance import Nodes as Nodes
+    from .acceptance import Rule as Rule
+    from .acceptance import TokenWeights as TokenWeights
+    from .acceptance import Weights as Weights
+    from .acceptance import make_rule as make_rule
+    from .api import generate as generate
+    from .batching.engine import Engine as Engine
+    from .batching.tickets import EngineClosed as EngineClosed
+    from .batching.tickets import Piece as Piece
+    from .batching.tickets import QueueFull as QueueFull
+    from .batching.tickets import Ticket as Ticket
+    from .chat import Chat as Chat
+    from .decoding.batch import Session as Session
+    from .decoding.output import Output as Output
+    from .decoding.output import Receipt as Receipt
+    from .decoding.output import Stats as Stats
+    from .drafting.config import TreeConfig as TreeConfig
+    from .drafting.copies import TextDrafts as TextDrafts
+    from .drafting.language_model import DraftModel as DraftModel
+    from .heads.checkpoint import load_head as load_head
+    from .heads.checkpoint import save_head as save_head
+    from .heads.eagle import DraftHead as DraftHead
+    from .hf import custom_generate as custom_generate
+    from .loading.load import load as load
+    from .loading.pair import EagleModel as EagleModel
+    from .options.generate import GenerateOptions as GenerateOptions
+    from .options.load import LoadOptions as LoadOptions
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {
-        **dict.fromkeys(("RULES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"),
-                        "acceptance"),
-        "generate": "api",
-        "Chat": "chat",
-        "Session": "decoding.batch",
-        **dict.fromkeys(("Output", "Receipt", "Stats"), "decoding.output"),
-        **dict.fromkeys(("load_head", "save_head"), "heads.checkpoint"),
-        "DraftHead": "heads.eagle",
-        "custom_generate": "hf",
-        "LoadOptions": "options.load",
-        "load": "loading.load",
-        "GenerateOptions": "options.generate",
-        "EagleModel": "loading.pair",
-        "Engine": "batching.engine",
-        **dict.fromkeys(("EngineClosed", "Piece", "QueueFull", "Ticket"), "batching.tickets"),
-        "DraftModel": "drafting.language_model",
-        "TextDrafts": "drafting.copies",
-        "TreeConfig": "drafting.config",
-    })
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -76,18 +76,16 @@ def test_no_imports_go_in_a_circle():
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_type_checkers_see_the_names_of_a_package(name):
-    """They read the imports under TYPE_CHECKING, Python the table under `else`."""
-    body = ast.parse(MODULES[name].read_text()).body
-    (branch,) = [node for node in body if isinstance(node, ast.If)]
-    own = {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets}
-    static = {each.name: node.module for node in branch.body for each in node.names}
+def test_the_names_of_a_package_are_those_that_type_checkers_see(name):
     package = importlib.import_module(name)
-    given = {each: getattr(package, each) for each in static}
-    assert static.keys() == set(package.__all__) - own
-    assert set(dir(package)) >= set(package.__all__)
-    for each, module in static.items():
-        assert given[each] is getattr(importlib.import_module(f"{name}.{module}"), each)
+    imports = [(node.module, each) for part in ast.parse(MODULES[name].read_text()).body if isinstance(part, ast.If)
+               for node in part.body for each in node.names]
+    assert sorted(each.name for _, each in imports) == package.__all__ and set(dir(package)) >= set(package.__all__)
+    for module, each in imports:  # `as` makes it public for type checkers
+        assert each.asname == each.name
+        assert getattr(package, each.name) is getattr(importlib.import_module(f"{name}.{module}"), each.name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(package, "nothing")  # noqa: B009 - an expression alone would be useless
 
 
 def test_neither_the_package_nor_help_imports_torch():

@@ -17,15 +17,14 @@ RULE_CLASSES = {  # module -> class; the module's name is the rule's
     "relaxed": "Relaxed",
 }
 
-__all__ = ["RULES", "RULE_CLASSES", "FuzzyRule", "GatingRule", "Nodes", "Rule", "TokenWeights", "Weights", "make_rule"]
-
-if TYPE_CHECKING:
-    from .nodes import Nodes, TokenWeights, Weights
-    from .registry import RULES, make_rule
-    from .rule import FuzzyRule, GatingRule, Rule
+if TYPE_CHECKING:  # the public names: type checkers read them here, and so does `lazy_names`
+    from .nodes import Nodes as Nodes
+    from .nodes import TokenWeights as TokenWeights
+    from .nodes import Weights as Weights
+    from .registry import RULES as RULES
+    from .registry import make_rule as make_rule
+    from .rule import FuzzyRule as FuzzyRule
+    from .rule import GatingRule as GatingRule
+    from .rule import Rule as Rule
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {
-        **dict.fromkeys(("RULES", "make_rule"), "registry"),
-        **dict.fromkeys(("FuzzyRule", "GatingRule", "Rule"), "rule"),
-        **dict.fromkeys(("Nodes", "TokenWeights", "Weights"), "nodes"),
-    })
+    __getattr__, __dir__, __all__ = lazy_names(__name__)
