@@ -197,7 +197,7 @@ def test_an_error_anywhere_leaves_a_conversation_that_goes_on(model, monkeypatch
         if where == "streamer":
             streamer = Meddler(5, fail)
         else:  # in the draft, so that the cycle is half done; or with some layers of the target ahead of the others
-            failing = model.draft if where == "draft" else model.target.current.decoder.layers[1].mlp.down_proj
+            failing = model.draft if where == "draft" else model.target.computation.decoder.layers[1].mlp.down_proj
             context.setattr(failing, "forward", fail)
         chat.send(SAID[1], streamer=streamer)
     assert chat.messages == before

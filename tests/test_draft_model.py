@@ -241,7 +241,7 @@ def test_levels_are_measured(pair, monkeypatch):
     latency = timing.measure(pair.target, pair.draft)
     assert latency.level.keys() == {1, 2, 3, 4} and max(latency.level.values()) > 0
     others = {str(timing.circumstances(pair.target, draft)) for draft in (None, pair.draft)}
-    monkeypatch.setattr(pair.draft.current, "stock_reason", "another way to compute it")
+    monkeypatch.setattr(pair.draft.computation, "stock_reason", "another way to compute it")
     assert len({str(timing.circumstances(pair.target, pair.draft)), *others}) == 3
     sized = EagleModel(pair.target, pair.draft)
     sized.sizing = Sizing(latency, None, 32)

@@ -200,13 +200,13 @@ def test_features_are_the_states_that_enter_the_layers(family, fused):
     model = deep_target(family, 3)
     pair = TargetModel(model, fused=fused)
     assert (pair.fused is not None) == fused
-    pair.layers = (0, 2)
+    pair.feature_layers = (0, 2)
     states, last = states_by_hand(model, PROMPT, (0, 2))
     features = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0]
     assert features.shape == (len(PROMPT), pair.feature_size)
     torch.testing.assert_close(features, torch.cat([*states, last], -1))
     torch.testing.assert_close(pair.logits(features), pair.logits(last))
-    pair.layers = (2, 3)
+    pair.feature_layers = (2, 3)
     entering, output, last = pair.prefill(torch.tensor([PROMPT]), pair.new_cache(20))[0].chunk(3, -1)
     torch.testing.assert_close(entering, states[1])
     torch.testing.assert_close(model.get_decoder().norm(output), last)
@@ -222,7 +222,7 @@ def test_published_layouts_load_and_decode_losslessly(target, tmp_path, layout, 
     target.save_pretrained(tmp_path / "target")
     write(tmp_path / "head", head, layout, embeddings=layout != "layers")
     pair = eagle_fsd.load(tmp_path / "target", tmp_path / "head", device="cpu", tree=None)
-    assert isinstance(pair.draft, Eagle3Head) and pair.target.layers == (2, 4, 5)
+    assert isinstance(pair.draft, Eagle3Head) and pair.target.feature_layers == (2, 4, 5)
     assert pair.draft.shares_embeddings is (layout == "layers")
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
     written = EagleModel.from_parts(target, head)
@@ -474,7 +474,7 @@ def test_the_output_of_the_last_layer_can_be_read(target, tmp_path, layout, own,
     """Layer n of speculators, n - 1 of ModelOpt."""
     head = load_head(write(tmp_path, good_head(target, **own), layout, **changes))
     pair = EagleModel.from_parts(target, head)
-    assert pair.target.layers == (2, 4, LAYERS)
+    assert pair.target.feature_layers == (2, 4, LAYERS)
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)[0, len(PROMPT) :].tolist()
     output = generate(pair)
     assert output.token_ids == expected and sum(output.stats.accepted_lengths) > 1
@@ -562,7 +562,7 @@ def test_what_a_program_does_not_compute_is_refused_and_said(tmp_path, options, 
 
 def test_threads_read_their_own_features():
     target = TargetModel(deep_target())
-    target.layers = (2, 4, 5)
+    target.feature_layers = (2, 4, 5)
     texts = torch.randint(VOCAB, (2, 1, 12), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = [target.features(text) for text in texts]

@@ -64,7 +64,7 @@ def test_lossless(family):
     kinds = dict.fromkeys(getattr(target.config, "layer_types", None) or [])  # in the order of the layers
     layers = ", ".join(kind.removesuffix("_attention") for kind in kinds)
     reach = ""
-    masked = target.current.masked_layers
+    masked = target.computation.masked_layers
     if masked.window or masked.chunk:
         assert_the_reach_matters(family, "sliding_window" if masked.window else "attention_chunk_size")
         reach = f"window of {masked.window}" if masked.window else f"chunks of {masked.chunk}"
@@ -110,7 +110,7 @@ def test_a_new_head_trains_and_decodes_losslessly(name, kind, tmp_path):
     config = TrainingConfig(output=tmp_path, head=kind, layers=(0, 1) if kind == "eagle3" else ())
     head = new_head(config, model.config.get_text_config(decoder=True))
     target = TargetModel(model.requires_grad_(False))
-    target.layers = head.target_layers(2)
+    target.feature_layers = head.target_layers(2)
     ends = TargetEnds.of(target, target.device)
     head.share_embeddings(ends.embed_tokens)
     loss_of = AlignedLoss(head, make_objective(f"{kind.replace('2', '')},aligned_steps=2"), ends.logits)

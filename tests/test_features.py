@@ -90,7 +90,7 @@ def test_other_data_or_another_target_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match=r"another dtype \(was torch.float32, now torch.bfloat16\)"):
         write(TargetModel(tiny_target("llama", attention="sdpa").bfloat16()), tmp_path)
     other = TargetModel(tiny_target("llama", attention="sdpa"))
-    other.layers = (1,)
+    other.feature_layers = (1,)
     with pytest.raises(ValueError, match=r"another feature_size \(was 16, now 32\), layers"):
         write(other, tmp_path)
     with pytest.raises(ValueError, match=r"another dataset \(was "):

@@ -54,7 +54,7 @@ def of_trees(target: TargetModel, lengths: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def test_features_are_those_of_the_stock_decoder(family, lengths):
     stock, fused = two_of(family)
-    stock.layers = fused.layers = (0, 1)  # what enters them comes first
+    stock.feature_layers = fused.feature_layers = (0, 1)  # what enters them comes first
     assert_close(of_trees(fused, lengths), of_trees(stock, lengths), rtol=1e-4, atol=1e-4)
 
 

@@ -39,7 +39,7 @@ def given(rows: int, length: int, target):
     """A pack of texts: the target's features, the tokens, of which the first ones are not learned, and the lengths."""
     tokens = torch.randint(3, 32, (rows, length), generator=torch.Generator().manual_seed(0))
     learned = torch.arange(length) >= torch.tensor([[2], [5], [7]])[:rows]
-    features = target.current.decoder(tokens).last_hidden_state.detach()
+    features = target.computation.decoder(tokens).last_hidden_state.detach()
     return features.flatten(0, 1), tokens.flatten(), learned.flatten(), [length] * rows
 
 

@@ -181,7 +181,7 @@ def test_our_hooks_are_no_reason_for_the_stock_decoder():
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         pair = EagleModel.from_parts(each, head)
         assert pair.target.fused is not None and ours(pair) == expected
-        pair.target.layers = stock.target.layers
+        pair.target.feature_layers = stock.target.feature_layers
         torch.testing.assert_close(pair.target.features(IDS), features)
 
 

@@ -56,7 +56,7 @@ def test_the_draft_reads_ragged_rows_after_prompts_in_parts(parts_of_five):
 def test_the_last_layers_output_is_what_enters_the_norm(family):
     target = TargetModel(tiny_target(family), check=False)
     count = len(target.decoder_layers)
-    target.layers = (0, count)
+    target.feature_layers = (0, count)
     features = target.features(torch.tensor([PROMPT]), use_cache=False)
     output, last = features[..., -2 * target.hidden_size :].chunk(2, -1)
-    torch.testing.assert_close(find_norm(target.current.decoder, target.decoder_layers)(output), last)
+    torch.testing.assert_close(find_norm(target.computation.decoder, target.decoder_layers)(output), last)

@@ -439,7 +439,7 @@ def test_an_eagle3_head_reads_several_layers_and_has_its_own_output(place):
     continued = run(place, "continued eagle3", **changes | {"steps": 2, "init_from": str(place / "no output layer")})
     assert assert_decodes_losslessly(place, continued).lm_head is None
     target = TargetModel(load_target(place / "target", dtype="float32")[0])
-    target.layers = (1, 6)
+    target.feature_layers = (1, 6)
     write_features(target, Documents.load(place / "data"), place / "of layers")
     changes |= {"features": place / "of layers", "evaluate": False}
     with pytest.raises(ValueError, match=r"reads the inputs of layers \[2, 4, 5\], .* of \[1, 6\]"):

@@ -85,7 +85,7 @@ def write_features(
         bounds = stored["first_documents"] if stored else shard_starts(documents.ends, shard_tokens)
         index = {
             "dataset": documents.digest(), "target": target_digest(target), "dtype": str(target.dtype),
-            "feature_size": target.feature_size, "layers": list(target.layers), "scale": target.scale,
+            "feature_size": target.feature_size, "layers": list(target.feature_layers), "scale": target.scale,
             "softcap": target.softcap, "first_documents": bounds,
         }
         if packed_form(target.model) is not None:
@@ -160,7 +160,7 @@ def run(arguments: Arguments, answered_by: str | None = None) -> None:
         target = TargetModel(model, check=False)
     if answered_by is not None:
         check_same(arguments.data, {"target": answered_by}, {"target": target_digest(target)})
-    target.layers = check_layers(arguments.layers, len(target.decoder_layers))
+    target.feature_layers = check_layers(arguments.layers, len(target.decoder_layers))
     write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens or BATCH_TOKENS.get(
         target.device.type, BATCH_TOKENS["cuda"]))
 

@@ -231,7 +231,7 @@ def open_target(config: TrainingConfig, accelerator: Accelerator, layers: tuple[
         model, _ = load_target(config.target, device=None if config.device_map else accelerator.device,
                                device_map=config.device_map, **options)
         target = TargetModel(model.requires_grad_(False))
-    target.layers = layers
+    target.feature_layers = layers
     return target
 
 

@@ -90,7 +90,7 @@ class Drafter(ABC):
     # Loading: `loading/pair.py` -----------------------------------------------------------------------------------
 
     def fit(self, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Draft for this target. A drafter that reads features sets `target.layers` to those whose it reads.
+        """Draft for this target. A drafter that reads features sets `target.feature_layers` to those whose it reads.
 
         Args:
             tokenizer: the target's; None: unknown.
@@ -127,4 +127,4 @@ class Drafter(ABC):
 
 def weights_key(target: TargetModel, drafter: Drafter | None) -> tuple:
     """A key that changes with the weights and the structure of either model."""
-    return (target.layers, target.weights_key(), None if drafter is None else drafter.weights_key())
+    return (target.feature_layers, target.weights_key(), None if drafter is None else drafter.weights_key())

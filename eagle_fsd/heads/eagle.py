@@ -110,7 +110,7 @@ class DraftHead(nn.Module, Drafter):
             ValueError: hidden size, vocabulary or layers differ.
         """
         self.check_sizes(target)
-        target.layers = self.target_layers(len(target.decoder_layers))
+        target.feature_layers = self.target_layers(len(target.decoder_layers))
         if self.shares_embeddings:
             if self.config.hidden_size != target.hidden_size:
                 raise ValueError("the draft head has no embeddings, and the target's are of size "

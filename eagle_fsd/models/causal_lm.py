@@ -112,7 +112,7 @@ class CausalLM:
 
     Attributes:
         batch_invariant: see `FusedDecoder`.
-        layers: whose input hidden states the features begin with, see `TargetModel`.
+        feature_layers: whose input hidden states the features begin with, see `TargetModel`.
 
     Raises:
         ValueError: the model cannot verify a tree: its cache cannot be rolled back, its attention implementation takes
@@ -120,7 +120,7 @@ class CausalLM:
     """
 
     batch_invariant = False  # what a drafter computes is verified
-    layers: tuple[int, ...] = ()
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
         self.model = model.eval()
@@ -140,7 +140,7 @@ class CausalLM:
         if any(weight.is_cuda for weight in model.parameters()):
             turn_off_cudnn()
         self.wants_fused, self._reading = fused, Lock()
-        self.current = self._read(check)  # replaced as a whole, never changed: other threads compute with it
+        self.computation = self._read(check)  # replaced as a whole, never changed: other threads compute with it
 
     # The model as it is -------------------------------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class CausalLM:
             ValueError: see `CausalLM`.
         """
         with self._reading:
-            if self.current.structure != read_structure(self.model):
+            if self.computation.structure != read_structure(self.model):
                 check_config(self.model, self.config)
-                self.current = self._read(check=True)
+                self.computation = self._read(check=True)
 
     def _read(self, check: bool) -> Forward:
         """The forward of the model as it is, by `FusedDecoder` if that is wanted and computes the same."""
@@ -190,7 +190,7 @@ class CausalLM:
         """Run the check, if there is one, on another forward than the current one."""
         if tree_check is not None:
             other = copy.copy(self)
-            other.current = forward
+            other.computation = forward
             tree_check.compare(other)
 
     def use_attention(self, implementation: str) -> None:
@@ -208,7 +208,7 @@ class CausalLM:
                 raise ValueError("its class cannot select its attention by name")
             forward = Forward(self.model, read_structure(self.model), f"{implementation} was requested")
             self._compare(tree_check, forward)
-            self.wants_fused, self.current = False, forward
+            self.wants_fused, self.computation = False, forward
         except Exception as error:  # a kernel can raise any exception
             self.model.set_attn_implementation(before)
             model = type(self.model).__name__
@@ -216,16 +216,16 @@ class CausalLM:
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
-        return self.current.layers
+        return self.computation.layers
 
     @property
     def fused(self) -> FusedDecoder | None:
-        return self.current.fused
+        return self.computation.fused
 
     @property
     def stock_reason(self) -> str | None:
         """Why the stock decoder computes; None: `fused` does."""
-        return self.current.stock_reason
+        return self.computation.stock_reason
 
     @property
     def computed_by(self) -> str:
@@ -291,7 +291,7 @@ class CausalLM:
 
     def weights_key(self) -> tuple:
         """A key that changes with the weights and the structure."""
-        return (self.current, *map(version_of, self.model.parameters()))
+        return (self.computation, *map(version_of, self.model.parameters()))
 
     def position_limit(self, length: int) -> int | None:
         """The number of positions up to which a text of this length can grow; None: no limit.
@@ -331,7 +331,7 @@ class CausalLM:
         To replace it, assign a callable of this signature. `DraftHead.forward` can be replaced in the same way. Cycles
         of a replaced forward are not captured (`captured.cycle`).
         """
-        return self.current(tokens, positions, ancestors, cache, self.layers)
+        return self.computation(tokens, positions, ancestors, cache, self.feature_layers)
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""

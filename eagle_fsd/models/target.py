@@ -19,8 +19,8 @@ from .causal_lm import CausalLM
 class TargetModel(CausalLM):
     """A causal LM for which drafts are made.
 
-    If `layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
-    F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
+    If `feature_layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
+    F = D * (feature_layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
     reads the first part; `logits` reads the last D.
     """
 
@@ -41,7 +41,7 @@ class TargetModel(CausalLM):
     @property
     def feature_size(self) -> int:
         """F."""
-        return self.hidden_size * (len(self.layers) + 1)
+        return self.hidden_size * (len(self.feature_layers) + 1)
 
     def features(
         self,
@@ -49,7 +49,7 @@ class TargetModel(CausalLM):
         **options: object,  # keywords of the stock decoder
     ) -> Tensor:  # [B, N, F]
         """Features by the stock decoder, for training."""
-        return self.current.stock(tokens, self.layers, **options)
+        return self.computation.stock(tokens, self.feature_layers, **options)
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
         """The token embeddings; a copy if they are on another device, as with a `device_map`."""
