@@ -19,9 +19,9 @@ from .causal_lm import CausalLM
 class TargetModel(CausalLM):
     """A causal LM for which drafts are made.
 
-    If `feature_layers` is set, the features begin with the input hidden states of those layers, in order of depth, and are
-    F = D * (feature_layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3 head
-    reads the first part; `logits` reads the last D.
+    If `feature_layers` is set, the features begin with the input hidden states of those layers, in order of depth, and
+    are F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3
+    head reads the first part; `logits` reads the last D.
     """
 
     batch_invariant = True
