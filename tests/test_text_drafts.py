@@ -25,10 +25,10 @@ from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import EXACT
 from eagle_fsd.drafting import copies as copies_module
+from eagle_fsd.drafting.config import MOST_NODES
 from eagle_fsd.drafting.copies import (
     GRAMS,
     LONGEST_MATCH,
-    MOST_NODES,
     MOST_PLACES,
     SEPARATOR,
     Copies,
