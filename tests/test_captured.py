@@ -535,7 +535,9 @@ def programs_of(pair, rows, draw, rule):
     buffers = Buffers(target, drafter, storages, tree, True)
     options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
-    settings = settings_of(requests, [request.rule for request in requests], Plan(tree))
+    batch = SimpleNamespace(requests=requests, target=target, drafter=drafter, has_positions=lambda *_: True,
+                            unread_tokens=lambda row: [])
+    settings = settings_of(batch, range(rows), [request.rule for request in requests], Plan(tree))
     processors, walk = requests[0].processors, replace(settings, budgeted=True, marked=True)
     return (partial(draft, buffers, target, drafter, settings, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),

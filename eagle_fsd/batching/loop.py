@@ -17,8 +17,7 @@ from functools import partial
 import torch
 
 from ..decoding import cycle
-from ..decoding.batch import Batch, Row, shared_prefix
-from ..decoding.cycle import OUT_OF_MEMORY
+from ..decoding.batch import OUT_OF_MEMORY, Batch, Row, shared_prefix
 from ..decoding.output import Counts, Receipt, counted
 from ..decoding.request import Request
 from ..decoding.room import Room

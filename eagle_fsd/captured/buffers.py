@@ -1,6 +1,6 @@
 """The tensors of fixed addresses that the programs of a cycle share, and what the host writes to them.
 
-R rows, N tree nodes, W nodes that copies compete with, P steps of a path, T positions that the drafter has not
+B rows, N tree nodes, W nodes that copies compete with, P steps of a path, T positions that the drafter has not
 processed, K nodes of a level, F width of the target's features, C capacity of a cache.
 """
 
@@ -25,11 +25,11 @@ ALIGNED = 64  # a last bucket that is a multiple of it needs no padded mask
 
 
 class Buffers:
-    """Tensors of R rows that share a tree. All are on the device of trees, logits and features.
+    """Tensors of B rows that share a tree. All are on the device of trees, logits and features.
 
     Args:
         drafter: None: there is neither a drafter nor a tree, and decoding is plain.
-        storages: [layers, 2, R, H, C, D] of the target's cache, and of the drafter's.
+        storages: [layers, 2, B, H, C, D] of the target's cache, and of the drafter's.
         copying: whether copies may join the trees.
     """
 
@@ -53,9 +53,9 @@ class Buffers:
         # Each row's text.
         self.lengths, self.draft_lengths = integers(), integers()  # positions in the target's and the drafter's cache
         self.counts = integers()  # T of each row
-        self.fed_tokens = integers(self.most)  # [R, T]
+        self.fed_tokens = integers(self.most)  # [B, T]
         dtype = target.dtype
-        # [R, T, F]; None: no drafter reads features.
+        # [B, T, F]; None: no drafter reads features.
         self.fed_features = self._new(dtype)(self.most, target.feature_size) if self.reads_features else None
         # Each row's request, see `Coupling` and `descend`.
         self.integers, self.numbers = integers(3), self._new(torch.float64)(2)
@@ -66,7 +66,7 @@ class Buffers:
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
         self.tree.ancestors[:, 0, 0] = True
-        self.features = self._new(dtype)(self.most, target.feature_size)  # [R, N, F]
+        self.features = self._new(dtype)(self.most, target.feature_size)  # [B, N, F]
         self._draft_logits: list[Tensor] | None = None
         self._draft_vocabulary = 0 if drafter is None else drafter.draft_vocab_size
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by M
@@ -77,7 +77,9 @@ class Buffers:
         self.known: tuple = ()  # positions in both caches
         self.known_weights: list[float] = []
         self.fed = self.path  # columns of `fed_tokens` in use
-        self.ahead: object = None  # settings of the draft that has been launched, or the table of the plain cycle
+        # What has been launched for the next cycle: a draft, with these settings; all of a plain one, with its table.
+        self.drafted: object = None
+        self.launched: Download | None = None
 
     def _new(self, dtype: torch.dtype):
         return lambda *shape: torch.zeros(self.rows, *shape, dtype=dtype, device=self.device)
@@ -97,21 +99,21 @@ class Buffers:
         return self._draft_logits
 
     def table(self, path: int) -> Tensor:
-        """[R, P, 9]: the result of a walk."""
+        """[B, P, 9]: the result of a walk."""
         if path not in self._tables:
             self._tables[path] = self._new(torch.float64)(path, COLUMNS)
         return self._tables[path]
 
     def copies(self, size: int) -> tuple[Tensor, Tensor]:
-        """[R, 4, M] and [R, M], see `packed`."""
+        """[B, 4, M] and [B, M], see `packed`."""
         if size not in self._copies:
             self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
         return self._copies[size]
 
-    def path_for(self, count: int) -> int | None:
-        """The smallest P of a program for paths of this many steps; None: they are too long."""
+    def path_for(self, count: int) -> int:
+        """The smallest P of a program for paths of this many steps, at most `most`."""
         sizes = sorted({self.path, *(1 << power for power in range(4, 12)), self.most})
-        return next((size for size in sizes if self.path <= size <= self.most and size >= count), None)
+        return next(size for size in sizes if self.path <= size <= self.most and size >= count)
 
     def bucket(self, needed: int) -> int | None:
         """The number of slots to read in the target's cache; None: the cache is too small."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
-from ..decoding.batch import Batch
+from ..decoding.batch import OUT_OF_MEMORY, Batch
 from ..decoding.processing import CAPTURABLE, shared_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
@@ -37,10 +37,9 @@ from .programs import Settings, draft, join_copies, verify, walk_and_keep
 
 log = logging.getLogger(__name__)
 # A captured cycle takes about half as long as another, however many rows it has (14.1 and 27.3 ms on an H100). Beside
-# rows that cannot be captured, MANY times as many others run `cycle.WAIT` captured cycles for one of those: 4 of the
-# many and 1 of the few in 84 ms, in which 3 of all would run. With fewer, or without waiting, there would be fewer
-# tokens in all.
-MANY = 3
+# rows that cannot be captured, MANY times as many others run WAIT captured cycles for one of those: 4 of the many and 1
+# of the few in 84 ms, in which 3 of all would run. With fewer, or without waiting, there would be fewer tokens in all.
+MANY, WAIT = 3, 4
 SMALLEST = 64  # copies of a row in a program; others take four times as many, or 16, ...
 LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 Walk = tuple[list[Step], Sequence[str | None]]  # of a row: steps, and origins of the nodes, see `Request.append`
@@ -119,7 +118,7 @@ class CapturedCycles:
 
     @staticmethod
     def support(target: TargetModel, drafter: Drafter | None) -> bool:
-        """Whether forwards of both models can be captured, on one device."""
+        """Whether forwards of both models can be captured, and are on one device."""
         models = [target] if drafter is None else [target, drafter]
         devices = set().union(*(model.devices for model in models))
         return len(devices) == 1 and all(model.capturable for model in models)
@@ -161,46 +160,45 @@ class CapturedCycles:
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
-    def captures(self, requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
-        """The settings of a cycle of these models; None: it cannot be captured."""
-        models = [model for model in (self.target, self.drafter) if model is not None]
-        if not all(model.capturable for model in models):
-            return None
-        return settings_of(requests, rules, plan)
+    def settings(
+        self, batch: Batch, rows: Sequence[int], rules: Sequence[Rule], plan: Plan,
+        copies: Sequence[Copies | None] = (),
+    ) -> Settings | None:
+        """The settings of a cycle of these rows. None: it cannot be captured, and the log says why, once."""
+        found = settings_of(batch, rows, [rules[row] for row in rows], plan, copies)
+        if isinstance(found, Settings):
+            return found
+        log_uncaptured(found)
+        return None
 
-    def separate(self, batch: Batch) -> int:
-        """How many rows run in a cycle without the others: those that can be captured, moved to the front; or all."""
+    def groups(self, batch: Batch) -> list[slice]:
+        """The rows that run in a cycle together now: all; or those that can be captured, which move to the front, and
+        every WAIT times the few others, in a cycle of their own."""
         count, plan = len(batch.requests), batch.drafting.largest
+        everyone, rows = [slice(0, count)], range(count)
         rules = [request.current_rule for request in batch.requests]
-        obstacles = [obstacle(*row, plan.drafts) for row in zip(batch.requests, rules, strict=True)]
-        for what in filter(None, obstacles):
-            log_uncaptured(what)
-        front = [number for number, what in enumerate(obstacles) if what is None]
-        captured, able = len(front), [batch.requests[number] for number in front]
-        if captured == count or captured < MANY * (count - captured):
-            return count
-        if not self.captures(able, [rules[number] for number in front], plan) or (
-                plan.drafts and not all(batch.has_positions(number, plan.tree.depth) for number in front)):
-            return count  # the others cannot be captured either
-        for number in [number for number in range(captured) if obstacles[number] is not None]:
+        if self.settings(batch, rows, rules, plan):
+            return everyone
+        front = [row for row in rows if self.settings(batch, [row], rules, plan)]
+        captured = len(front)
+        if captured == count or captured < MANY * (count - captured) or not self.settings(batch, front, rules, plan):
+            return everyone
+        for row in sorted(set(range(captured)).difference(front)):
             try:
-                batch.swap_rows(number, front.pop())
-            except (MemoryError, RuntimeError):  # memory ran out
-                return count
-        return captured
+                batch.swap_rows(row, front.pop())
+            except OUT_OF_MEMORY:
+                return everyone
+        batch.waited = (batch.waited + 1) % WAIT
+        return [slice(0, captured), *([] if batch.waited else [slice(captured, count)])]
 
     @torch.inference_mode()
     def step(
         self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
     ) -> list[Walk] | None:
-        """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing was changed."""
-        settings = self.captures(batch.requests, rules, plan)
+        """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing of the batch was
+        changed."""
+        settings = self.settings(batch, range(len(batch.requests)), rules, plan, copies)
         if settings is None:
-            return None
-        if (settings.tree is None) != (batch.drafter is None) or settings.tree is None and any(copies):
-            return None
-        if settings.tree is not None and not all(
-                batch.has_positions(number, settings.tree.depth) for number in range(len(batch.requests))):
             return None
         device = self.target.output_device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -215,7 +213,7 @@ class CapturedCycles:
 
     def _step(
         self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], copies: Sequence[Copies | None]
-    ) -> list[Walk] | None:
+    ) -> list[Walk]:
         requests, lengths = batch.requests, batch.cache.lengths
         read = [] if batch.drafter is None else batch.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
@@ -223,31 +221,30 @@ class CapturedCycles:
         if not buffers.holds(requests, lengths, read):
             home.check_weights()
             buffers = home.buffers_of(*key)
-        bucket = buffers.bucket(max(lengths) + buffers.most)
-        if bucket is None or not self._load(buffers, batch, lengths, read, rules):
-            return None
+        self._load(buffers, batch, lengths, read, rules)
         if settings.tree is None:
             return self._plain(home, buffers, settings, batch)
-        if buffers.ahead != settings and not self._draft(home, buffers, settings, requests, read):
-            return None
+        if buffers.drafted != settings:
+            self._launch_draft(home, buffers, settings, requests, read)
+        bucket = buffers.bucket(max(lengths) + buffers.most)
         nodes, path, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
-            nodes, path = buffers.most, self._join(home, buffers, copies)
+            nodes, path = buffers.most, self._launch_join(home, buffers, copies)
         if settings.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
         if settings.marked:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
-        download = self._verify(home, buffers, settings, requests, bucket, nodes, path, joined)
-        buffers.fed, buffers.ahead = path, None
-        self._draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
+        download = self._launch_verify(home, buffers, settings, requests, bucket, nodes, path, joined)
+        buffers.fed, buffers.drafted = path, None
+        self._launch_draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
         table, *joined_origins = download.wait()  # the only wait
         origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
         if joined:
             origins = [[None if number < 0 else ORIGINS[number] for number in row] for row in joined_origins[0]]
         return self._finish(buffers, batch, lengths, read, table, origins)
 
-    def _verify(
+    def _launch_verify(
         self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], bucket: int, nodes: int,
         path: int, joined: bool = False,
     ) -> Download:
@@ -262,16 +259,16 @@ class CapturedCycles:
         self, home: Home, buffers: Buffers, settings: Settings, batch: Batch
     ) -> list[Walk]:
         """A cycle without drafting. The next one needs nothing from the host and is launched first."""
-        requests, lengths, tables = batch.requests, batch.cache.lengths, [buffers.ahead]
+        requests, lengths, tables = batch.requests, batch.cache.lengths, [buffers.launched]
         for ahead in range(2):
             bucket = buffers.bucket(max(lengths) + ahead + 1)
             if tables[ahead] is None and bucket is not None:
-                tables[ahead] = self._verify(home, buffers, settings, requests, bucket, 1, 1)
+                tables[ahead] = self._launch_verify(home, buffers, settings, requests, bucket, 1, 1)
             tables.append(None)
-        buffers.ahead = tables[1]
+        buffers.launched = tables[1]
         return self._finish(buffers, batch, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
-    def _join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
+    def _launch_join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
         """Add copies to the trees; returns P, the steps of the longest path."""
         size = SMALLEST
         while size < max(buffers.most - buffers.wide, *(len(row.tokens) if row else 0 for row in copies)):
@@ -285,34 +282,31 @@ class CapturedCycles:
 
     def _load(
         self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int], rules: Sequence[Rule]
-    ) -> bool:
-        """Copy the rows into the buffers unless they are there. False: a row has too many unread tokens."""
+    ) -> None:
+        """Copy the rows into the buffers unless they are there."""
         requests = batch.requests
         weights = weights_of(requests, rules)
         if weights != buffers.known_weights:
             buffers.upload(buffers.weights, weights)
-            buffers.known_weights, buffers.ahead = weights, None
+            buffers.known_weights, buffers.drafted = weights, None
         if buffers.holds(requests, lengths, read):
-            return True
+            return
         if buffers.config is None:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
-        elif not self._load_unread(buffers, batch, read):
-            return False
+        else:
+            self._load_unread(buffers, batch, read)
         buffers.upload(buffers.lengths, lengths)
         buffers.upload(buffers.integers, [
             (request.seed, *(request.marks or (-1, -1))) for request in requests])
         buffers.upload(buffers.numbers, [
             (request.options.temperature, request.rule.threshold) for request in requests])
         buffers.owners, buffers.known = [weakref.ref(request) for request in requests], (lengths, read)
-        buffers.ahead = None
-        return True
+        buffers.drafted = buffers.launched = None
 
-    def _load_unread(self, buffers: Buffers, batch: Batch, read: list[int]) -> bool:
-        """Copy what the drafter has not processed. False: a row has too many such tokens."""
+    def _load_unread(self, buffers: Buffers, batch: Batch, read: list[int]) -> None:
+        """Copy what the drafter has not processed."""
         unread = [batch.unread_tokens(number) for number in range(len(batch.requests))]
-        fed = buffers.path_for(max(map(len, unread)))
-        if fed is None:
-            return False
+        buffers.fed = buffers.path_for(max(map(len, unread)))
         if buffers.reads_features:
             buffers.fed_features.zero_()  # a NaN of an earlier request would reach the cache, and no mask would hide it
             for row, tokens in enumerate(unread):
@@ -321,28 +315,22 @@ class CapturedCycles:
         buffers.upload(buffers.draft_lengths, read)
         buffers.upload(buffers.counts, list(map(len, unread)))
         buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
-        buffers.fed = fed
-        return True
 
-    def _draft(
+    def _launch_draft(
         self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], read: Sequence[int]
-    ) -> bool:
-        """Launch a draft after rows with these numbers of positions in the drafter's cache. False: it is too small."""
-        bucket = buffers.draft_bucket(read)
-        if bucket is None:
-            return False
-        processors = requests[0].processors
+    ) -> None:
+        """Launch a draft after rows with these numbers of positions in the drafter's cache."""
+        bucket, processors = buffers.draft_bucket(read), requests[0].processors
         home.pool.run(
             ("draft", buffers.key, settings, bucket, buffers.fed),
             partial(draft, buffers, self.target, self.drafter, settings, processors, bucket, buffers.fed))
-        buffers.ahead = settings
-        return True
+        buffers.drafted = settings
 
     def _finish(
         self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int],
         table: Sequence[Sequence[Sequence[float]]], origins: Sequence[Sequence[str | None]],
     ) -> list[Walk]:
-        """Read the table [R, P, 9], and set the lengths of the caches."""
+        """Read the table [B, P, 9], and set the lengths of the caches."""
         walks = steps_of([[step[:5] for step in row] for row in table], [[step[5:] for step in row] for row in table])
         ends = [length + len(steps) for length, steps in zip(lengths, walks, strict=True)]
         batch.cache.lengths = ends
@@ -356,47 +344,61 @@ class CapturedCycles:
         return list(zip(walks, origins, strict=True))
 
 
-def obstacle(request: Request, rule: Rule, drafting: bool) -> str | None:
-    """What keeps every cycle of a request from being captured, as an option; None: nothing does.
-
-    Args:
-        rule: of the cycle. drafting: whether other rows have drafts.
-    """
-    if request.options.top_logprobs:
-        return "top_logprobs"
-    if drafting and not request.options.speculative:
-        return "speculative=False beside requests with drafts"
-    own = (type(processor).__name__ for processor in request.processors if type(processor) not in CAPTURABLE)
-    return next(own, None if type(rule) in RULES.values() else f"the rule {type(rule).__name__}")
-
-
 @functools.cache
 def log_uncaptured(what: str) -> None:
     log.warning("cycles are not captured as CUDA graphs, and take up to twice as long, for %s", what)
 
 
-def settings_of(requests: Sequence[Request], rules: Sequence[Rule], plan: Plan) -> Settings | None:
-    """The settings of a cycle's programs; None: it cannot be captured, or its rows need different programs."""
-    first, greedy = requests[0], requests[0].options.greedy
-    if plan.prices is not None or any(obstacle(*row, plan.drafts) for row in zip(requests, rules, strict=True)):
-        return None
-    if shared_processors(requests) is None or any(row.options.greedy != greedy for row in requests):
-        return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
-    own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules}
+def settings_of(
+    batch: Batch, rows: Sequence[int], rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None] = ()
+) -> Settings | str:
+    """The settings of a cycle's programs; if it cannot be captured, or its rows need different programs: for what, in
+    the words of `log_uncaptured`.
+
+    Args:
+        rows: of the batch, that run in the cycle. rules, copies: of these rows.
+    """
+    requests, drafts = [batch.requests[row] for row in rows], plan.drafts
+    first, copying = requests[0], drafts and any(request.copying for request in requests)
+    # The models and the size of the cycle.
+    if not CapturedCycles.support(batch.target, batch.drafter):
+        return "models whose forwards cannot be captured"
+    if plan.prices is not None:
+        return "trees whose size is chosen in each cycle"
+    if drafts != (batch.drafter is not None) or not drafts and any(copies):
+        return "decoding without drafts beside a drafter, or copies without one"
+    # Each request.
+    for request, rule in zip(requests, rules, strict=True):
+        if request.options.top_logprobs:
+            return "top_logprobs"
+        if drafts and not request.options.speculative:
+            return "speculative=False beside requests with drafts"
+        for processor in request.processors:
+            if type(processor) not in CAPTURABLE:
+                return type(processor).__name__
+        if type(rule) not in RULES.values():
+            return f"the rule {type(rule).__name__}"
+    if drafts and not all(batch.has_positions(row, plan.tree.depth) for row in rows):
+        return "texts near the last position of the drafter"
+    if drafts and any(len(batch.unread_tokens(row)) > plan.tree.verified(copying) for row in rows):
+        return "a drafter that is far behind the text"
+    # All together.
+    greedy = first.options.greedy
+    if shared_processors(requests) is None or any(request.options.greedy != greedy for request in requests):
+        return "requests of different temperature, top_k, top_p or min_p in one batch"
+    own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules} if drafts else {EXACT}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
-        return log_uncaptured("requests of different fuzzy rules in one batch")
-    if not plan.drafts:  # no rule can choose
-        own, rule = {EXACT}, EXACT
-    weights = weights_of(requests, rules) if plan.drafts else [0.0]
+        return "requests of different fuzzy rules in one batch"
+    weights = weights_of(requests, rules) if drafts else [0.0]
     if any(weights) and not all(weights):
-        return None
+        return "requests with and without a share of the target's noise in one batch"
     key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
-    fuzzy = [row for row in requests if rule != EXACT]
+    fuzzy = [request for request in requests if rule != EXACT]
     return Settings(
-        plan.tree if plan.drafts else None, plan.drafts and any(request.copying for request in requests), rule,
-        greedy, key, any(weights), any(row.options.budget is not None for row in fuzzy),
-        len(own) > 1 or any(row.marks is not None for row in fuzzy))
+        plan.tree if drafts else None, copying, rule, greedy, key, any(weights),
+        any(request.options.budget is not None for request in fuzzy),
+        len(own) > 1 or any(request.marks is not None for request in fuzzy))
 
 
 def weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:

@@ -3,7 +3,7 @@
 A cycle is draft, verify, walk and keep; after the draft, copies may join the trees. A draft may run again with the same
 result: what it reads changes when the walk keeps a path.
 
-R rows, N tree nodes, P steps of a path, T positions that the drafter has not processed, K nodes of a level, M slots of
+B rows, N tree nodes, P steps of a path, T positions that the drafter has not processed, K nodes of a level, M slots of
 a bucket, V vocabulary of the target, D size of the drafter's states.
 """
 
@@ -122,7 +122,7 @@ def walk_and_keep(
 
     # The first `count` slots of the path are kept; what is written after them is stale.
     ahead, rows = torch.arange(path, device=lengths.device), torch.arange(len(lengths), device=lengths.device)[:, None]
-    kept = buffers.storage[:, :, rows, :, lengths[:, None] + node]  # [R, P, layers, 2, H, D]
+    kept = buffers.storage[:, :, rows, :, lengths[:, None] + node]  # [B, P, layers, 2, H, D]
     buffers.storage[:, :, rows, :, lengths[:, None] + ahead] = kept
     if buffers.config is None:
         buffers.tree.tokens.copy_(token)  # the next root

@@ -32,6 +32,7 @@ from .room import Room
 
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
+OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
 STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
 
 
@@ -100,7 +101,7 @@ class Captured(Protocol):
 
     def caches(self, rooms: Sequence[int], rows: int) -> list[TreeCache]: ...
 
-    def separate(self, batch: Batch) -> int: ...
+    def groups(self, batch: Batch) -> list[slice]: ...
 
     def step(
         self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
@@ -124,7 +125,7 @@ class Batch:
         observe: called after each drafted cycle, none of which is captured then, see `api.decode_requests`.
 
     Attributes:
-        waited: cycles since the last one of rows that cannot be captured, see `cycle.step`.
+        waited: cycles since the last one of rows that cannot be captured, see `CapturedCycles.groups`.
     """
 
     def __init__(

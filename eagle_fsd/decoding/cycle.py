@@ -20,13 +20,10 @@ from ..drafting.growth import draft, rerank
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, join_drafts, root_only
 from ..models.target import TargetModel
-from .batch import Batch
+from .batch import OUT_OF_MEMORY, Batch
 from .output import Receipt
 from .request import EXACT, Request
 from .verified import VerifiedTrees, couple
-
-WAIT = 4  # captured cycles for one of the rows that cannot be captured, see `CapturedCycles.separate`
-OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
 
 
 def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]:
@@ -56,8 +53,8 @@ def step(batch: Batch, joining: Sequence[Request] = ()) -> list[list[Receipt]]:
     """Run one cycle. Each request emits its accepted draft tokens and one token of the target. If memory runs out, the
     longest request ends with this error, and the others continue with the next cycle.
 
-    On a GPU, few requests that cannot be captured run in a cycle of their own, every `WAIT` cycles of the others. They
-    move behind the others in `batch.requests`.
+    On a GPU, few requests that cannot be captured move behind the others, and run less often, in a cycle of their own,
+    see `CapturedCycles.groups`.
 
     Args:
         joining: requests that are being prefilled, for which the caches keep room.
@@ -66,14 +63,10 @@ def step(batch: Batch, joining: Sequence[Request] = ()) -> list[list[Receipt]]:
         For each request, receipts of the new tokens of its answer; none if it was left out, or if an error ended it,
         see `Request.error`.
     """
-    together = rows = len(batch.requests)
-    if batch.captured is not None:
-        together = batch.captured.separate(batch)
-    emitted = _step_of(batch, slice(0, together), joining)
-    if together == rows:
-        return emitted
-    batch.waited = (batch.waited + 1) % WAIT
-    return emitted + ([[]] * (rows - together) if batch.waited else _step_of(batch, slice(together, rows), joining))
+    count = len(batch.requests)
+    groups = [slice(0, count)] if batch.captured is None else batch.captured.groups(batch)
+    emitted = [receipts for rows in groups for receipts in _step_of(batch, rows, joining)]
+    return emitted + [[]] * (count - len(emitted))
 
 
 def _step_of(batch: Batch, rows: slice, joining: Sequence[Request]) -> list[list[Receipt]]:
