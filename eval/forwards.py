@@ -304,7 +304,7 @@ def captured_times(
         return 1000 * statistics.median(seconds_of(all_rounds, device) for _ in range(3)) / rounds
 
     yield "cycle", several(partial(cycle.step, batch))
-    home = captured.home(batch)
+    home = captured.known(batch)
     latest = {key[0]: program for key, program in home.pool.programs.items()}
     before = [(buffers.lengths, buffers.lengths.clone()) for buffers in home.buffers.values()]
     walk = latest["walk"]

@@ -154,7 +154,7 @@ def test_rows_of_unequal_length_that_end_at_different_times(kind, options):
 def test_many_copies_on_trees_with_few_nodes():
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=60, text_drafts=TextDrafts(256, 12), tree=TreeConfig(40, 2, 3))
-    programs = {key[0] for home in pair.captured._homes for key in home.pool.programs}
+    programs = {key[0] for home in pair.captured._known for key in home.pool.programs}
     assert "join" in programs and all(pair.captured.taken)
 
 
@@ -162,7 +162,7 @@ def test_many_copies_on_trees_with_few_nodes():
 def test_plain_decoding(options):
     pair = tiny_pair()
     both(pair, PROMPTS, max_new_tokens=40, speculative=False, **options)
-    (home,) = pair.captured._homes
+    (home,) = pair.captured._known
     assert all(pair.captured.taken) and all(each.fed_features is None for each in home.buffers.values())
 
 
@@ -338,7 +338,7 @@ def test_later_requests_use_the_same_caches_and_programs_unless_weights_changed(
             with torch.no_grad():
                 pair.target.lm_head.weight.mul_(2)
         eagle_fsd.generate(PROMPT, pair, max_new_tokens=9, tree=TREE, text_drafts="off")
-        (home,) = pair.captured._homes
+        (home,) = pair.captured._known
         pools.append(set(home.pool.programs.values()))
     assert pools[0] == pools[1] and not pools[1] & pools[2]
     hook = pair.target.model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: -output)
@@ -490,7 +490,7 @@ def test_graphs_compute_the_same(kind, rules, draw, monkeypatch):
         expected = eagle_fsd.generate(PROMPTS[:2], eager, **options)
         for _ in range(2):  # the second time from the graphs of the first
             assert_equal(eagle_fsd.generate(PROMPTS[:2], graphs, **options), expected)
-    (home,) = graphs.captured._homes
+    (home,) = graphs.captured._known
     assert graphs.captured.failed is None and all(program.graph is not None for program in home.pool.programs.values())
 
 

@@ -300,7 +300,7 @@ def test_captured_cycles_serve_later_calls(monkeypatch):
         found = target.generate(IDS, custom_generate=custom_generate, draft=draft, tree=TREE, text_drafts="off",
                                 threshold=0.0, **options)
         assert torch.equal(found, target.generate(IDS, **options))
-        (home,) = made[-1]().captured._homes
+        (home,) = made[-1]().captured._known
         return set(home.pool.programs.values())
 
     target = tiny_target(tie_word_embeddings=True)

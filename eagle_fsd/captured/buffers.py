@@ -27,6 +27,14 @@ ALIGNED = 64  # a last bucket that is a multiple of it needs no padded mask
 class Buffers:
     """Tensors of B rows that share a tree. All are on the device of trees, logits and features.
 
+    What the host knows of them:
+                        set by                  valid
+        owners, known   load, end of a cycle    for these requests and lengths of caches, see `holds`
+        known_weights   load                    for these rules
+        fed             load, launch of a walk  columns of `fed_tokens` that the next draft reads
+        drafted         launch of a draft       for the next cycle, with these settings
+        launched        end of a plain cycle    the table of the next one, which runs already
+
     Args:
         drafter: None: there is neither a drafter nor a tree, and decoding is plain.
         storages: [layers, 2, B, H, C, D] of the target's cache, and of the drafter's.
@@ -72,13 +80,12 @@ class Buffers:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by M
         self.origins = integers(self.most)  # of the nodes of joined trees, -1: a root
         self._tables: dict[int, Tensor] = {}  # by P
-        # What the host knows of them.
+        # What the host knows of them, see above.
         self.owners: list[weakref.ref] = []  # the requests
         self.known: tuple = ()  # positions in both caches
         self.known_weights: list[float] = []
         self.fed = self.path  # columns of `fed_tokens` in use
-        # What has been launched for the next cycle: a draft, with these settings; all of a plain one, with its table.
-        self.drafted: object = None
+        self.drafted: object = None  # `Settings`
         self.launched: Download | None = None
 
     def _new(self, dtype: torch.dtype):

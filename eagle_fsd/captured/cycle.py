@@ -45,7 +45,7 @@ LARGE = 4096  # capacities up to it are powers of 2, others multiples of it
 Walk = tuple[list[Step], Sequence[str | None]]  # of a row: steps, and origins of the nodes, see `Request.append`
 
 
-class Home:
+class CapturedCaches:
     """The storage of a pair of caches, with the buffers and programs that have its addresses.
 
     Args:
@@ -108,13 +108,13 @@ class CapturedCycles:
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
-        self._homes: list[Home] = []  # the most recently used last
+        self._known: list[CapturedCaches] = []  # the most recently used last
         self._lock = threading.Lock()
 
     @property
     def failed(self) -> Exception | None:
         """Why programs run without graphs on CUDA; None: all were captured."""
-        return next((home.pool.failed for home in self._homes if home.pool.failed is not None), None)
+        return next((held.pool.failed for held in self._known if held.pool.failed is not None), None)
 
     @staticmethod
     def support(target: TargetModel, drafter: Drafter | None) -> bool:
@@ -132,31 +132,31 @@ class CapturedCycles:
             rooms: positions of each row in the target's and in the drafter's cache.
         """
         with self._lock:
-            spare = (home for home in reversed(self._homes) if home.free and home.fits(rooms, rows))
-            home = next(spare, None) if self.support(self.target, self.drafter) else None  # a hook may be new
+            spare = (held for held in reversed(self._known) if held.free and held.fits(rooms, rows))
+            held = next(spare, None) if self.support(self.target, self.drafter) else None  # a hook may be new
             models = (self.target, self.drafter)[: len(rooms)]
-            if home is None:
+            if held is None:
                 larger = capacity_of(rooms[0]) - rooms[0]
                 return [model.new_cache(room + larger, rows) for model, room in zip(models, rooms, strict=True)]
             caches = [model.new_cache(storage.shape[-2], storage.shape[2], storage)
-                      for model, storage in zip(models, home.storages, strict=True)]
-            home.owners = list(map(weakref.ref, caches))
+                      for model, storage in zip(models, held.storages, strict=True)]
+            held.owners = list(map(weakref.ref, caches))
             storages_of(models, caches)  # takes the spare ones
             for cache in caches:
                 cache.keep_rows(range(rows))
             return caches
 
-    def home(self, batch: Batch) -> Home:
-        """The home of a batch's caches."""
+    def known(self, batch: Batch) -> CapturedCaches:
+        """The caches of a batch, with their buffers and programs."""
         with self._lock:
-            home = next((known for known in self._homes if known.belongs_to(batch)), None)
-            if home is None:
-                home = Home(batch)
-                apart = [known for known in self._homes  # one of two caches may have been replaced
-                         if not any(one is other for one in known.storages for other in home.storages)]
+            held = next((known for known in self._known if known.belongs_to(batch)), None)
+            if held is None:
+                held = CapturedCaches(batch)
+                apart = [known for known in self._known  # one of two caches may have been replaced
+                         if not any(one is other for one in known.storages for other in held.storages)]
                 free = [known for known in apart if known.free]  # their memory may be needed
-                self._homes = [*(known for known in apart if known not in free[:-1]), home]
-            return home
+                self._known = [*(known for known in apart if known not in free[:-1]), held]
+            return held
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
@@ -202,42 +202,43 @@ class CapturedCycles:
             return None
         device = self.target.output_device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            home = self.home(batch)
+            held = self.known(batch)
             try:
-                return self._step(home, settings, batch, rules, copies)
+                return self._step(held, settings, batch, rules, copies)
             except BaseException:  # the buffers may be ahead of the host
-                home.clear()
+                held.clear()
                 raise
             finally:
-                home.pool.close_bar()
+                held.pool.close_bar()
 
     def _step(
-        self, home: Home, settings: Settings, batch: Batch, rules: Sequence[Rule], copies: Sequence[Copies | None]
+        self, held: CapturedCaches, settings: Settings, batch: Batch, rules: Sequence[Rule],
+        copies: Sequence[Copies | None],
     ) -> list[Walk]:
         requests, lengths = batch.requests, batch.cache.lengths
         read = [] if batch.drafter is None else batch.draft_cache.lengths
         key = len(requests), settings.tree, settings.copying
-        buffers = home.buffers_of(*key)
+        buffers = held.buffers_of(*key)
         if not buffers.holds(requests, lengths, read):
-            home.check_weights()
-            buffers = home.buffers_of(*key)
+            held.check_weights()
+            buffers = held.buffers_of(*key)
         self._load(buffers, batch, lengths, read, rules)
         if settings.tree is None:
-            return self._plain(home, buffers, settings, batch)
+            return self._plain(held, buffers, settings, batch)
         if buffers.drafted != settings:
-            self._launch_draft(home, buffers, settings, requests, read)
+            self._launch_draft(held, buffers, settings, requests, read)
         bucket = buffers.bucket(max(lengths) + buffers.most)
         nodes, path, joined = buffers.nodes, buffers.path, any(copies)
         if joined:
-            nodes, path = buffers.most, self._launch_join(home, buffers, copies)
+            nodes, path = buffers.most, self._launch_join(held, buffers, copies)
         if settings.budgeted:
             buffers.upload(buffers.left, [request.remaining_budget for request in requests])
         if settings.marked:
             buffers.upload(buffers.fuzzy, [rule != EXACT for rule in rules])
             buffers.upload(buffers.inside_marks, [request.inside_marks for request in requests])
-        download = self._launch_verify(home, buffers, settings, requests, bucket, nodes, path, joined)
+        download = self._launch_verify(held, buffers, settings, requests, bucket, nodes, path, joined)
         buffers.fed, buffers.drafted = path, None
-        self._launch_draft(home, buffers, settings, requests, [length + buffers.lead for length in lengths])
+        self._launch_draft(held, buffers, settings, requests, [length + buffers.lead for length in lengths])
         table, *joined_origins = download.wait()  # the only wait
         origins = [[None, *[ORIGINS[0]] * (nodes - 1)]] * len(requests)
         if joined:
@@ -245,30 +246,30 @@ class CapturedCycles:
         return self._finish(buffers, batch, lengths, read, table, origins)
 
     def _launch_verify(
-        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], bucket: int, nodes: int,
-        path: int, joined: bool = False,
+        self, held: CapturedCaches, buffers: Buffers, settings: Settings, requests: Sequence[Request], bucket: int,
+        nodes: int, path: int, joined: bool = False,
     ) -> Download:
         """Launch the target's forward and the walk."""
         processors = requests[0].processors
-        home.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
-        home.pool.run(("walk", buffers.key, settings, nodes, path, joined),
+        held.pool.run(("verify", buffers.key, bucket, nodes), partial(verify, buffers, self.target, bucket, nodes))
+        held.pool.run(("walk", buffers.key, settings, nodes, path, joined),
                       partial(walk_and_keep, buffers, self.target, settings, processors, nodes, path, joined))
         return buffers.download(buffers.table(path), *([buffers.origins] if joined else []))
 
     def _plain(
-        self, home: Home, buffers: Buffers, settings: Settings, batch: Batch
+        self, held: CapturedCaches, buffers: Buffers, settings: Settings, batch: Batch
     ) -> list[Walk]:
         """A cycle without drafting. The next one needs nothing from the host and is launched first."""
         requests, lengths, tables = batch.requests, batch.cache.lengths, [buffers.launched]
         for ahead in range(2):
             bucket = buffers.bucket(max(lengths) + ahead + 1)
             if tables[ahead] is None and bucket is not None:
-                tables[ahead] = self._launch_verify(home, buffers, settings, requests, bucket, 1, 1)
+                tables[ahead] = self._launch_verify(held, buffers, settings, requests, bucket, 1, 1)
             tables.append(None)
         buffers.launched = tables[1]
         return self._finish(buffers, batch, lengths, [], *tables[0].wait(), [[None]] * len(requests))
 
-    def _launch_join(self, home: Home, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
+    def _launch_join(self, held: CapturedCaches, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
         """Add copies to the trees; returns P, the steps of the longest path."""
         size = SMALLEST
         while size < max(buffers.most - buffers.wide, *(len(row.tokens) if row else 0 for row in copies)):
@@ -277,7 +278,7 @@ class CapturedCycles:
         for buffer, values in zip(buffers.copies(size), columns, strict=True):
             buffers.upload(buffer, values)
         path = buffers.path_for(min(max(deepest, buffers.config.depth) + 1, buffers.most))
-        home.pool.run(("join", buffers.key, size, path), partial(join_copies, buffers, size, path))
+        held.pool.run(("join", buffers.key, size, path), partial(join_copies, buffers, size, path))
         return path
 
     def _load(
@@ -317,11 +318,12 @@ class CapturedCycles:
         buffers.upload(buffers.fed_tokens, [[*tokens, *[0] * (most - len(tokens))] for tokens in unread])
 
     def _launch_draft(
-        self, home: Home, buffers: Buffers, settings: Settings, requests: Sequence[Request], read: Sequence[int]
+        self, held: CapturedCaches, buffers: Buffers, settings: Settings, requests: Sequence[Request],
+        read: Sequence[int],
     ) -> None:
         """Launch a draft after rows with these numbers of positions in the drafter's cache."""
         bucket, processors = buffers.draft_bucket(read), requests[0].processors
-        home.pool.run(
+        held.pool.run(
             ("draft", buffers.key, settings, bucket, buffers.fed),
             partial(draft, buffers, self.target, self.drafter, settings, processors, bucket, buffers.fed))
         buffers.drafted = settings

@@ -70,7 +70,7 @@ def draft(
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
         coupling = Coupling(buffers.seeds, buffers.lengths, buffers.temperatures.float(), buffers.weights,
                             [warpers] * buffers.rows, named)
-    plan = Plan(buffers.config)
+    plan = Plan(buffers.config)  # the whole tree: without prices
     scored, logits = growth.draft(drafter, target, fed, cache, plan, coupling)
     store_tree(buffers.tree, rerank(scored, plan))
     if buffers.wide:
