@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import eagle_fsd
 from eagle_fsd import Chat, Session, TreeConfig
-from eagle_fsd.drafting.sizing import Plan
+from eagle_fsd.drafting.sizing import Pause, Plan
 from eagle_fsd.inputs.prompts import encode_prompt, render_chat
 from eagle_fsd.loading.pair import EagleModel
 
@@ -109,7 +110,7 @@ def test_a_template_that_shortens_earlier_answers(model):
 def test_turns_without_a_draft_tree_and_without_a_head(model):
     """The draft reads later what it did not at the time."""
     class Trees:
-        chosen = Plan(TREE, drafts=False)
+        chosen, pauses = Plan(TREE, drafts=False), defaultdict(Pause)
 
         def of(self, rows=1, temperature=0.0, lossless=True):
             return self.chosen

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +23,7 @@ from eagle_fsd.batching.loop import Loop, Prefixes
 from eagle_fsd.decoding.batch import Batch, shared_prefix
 from eagle_fsd.drafting.config import MOST_NODES
 from eagle_fsd.drafting.copies import TextSource
-from eagle_fsd.drafting.sizing import Plan, Prices
+from eagle_fsd.drafting.sizing import Pause, Plan, Prices
 from eagle_fsd.loading.timing import SameCopies
 from eagle_fsd.models.cache import TreeCache
 
@@ -58,11 +59,11 @@ OPTIONS = [
 class Trees:
     """Such as `tree="auto"` has: another tree for each number of rows, for some of them none; drafting pauses."""
 
-    largest = eagle_fsd.TreeConfig(MOST_NODES, 5, 4)
+    largest_tree, pauses = eagle_fsd.TreeConfig(MOST_NODES, 5, 4), defaultdict(Pause)
 
     def of(self, rows=1, temperature=0.0, lossless=True):
         tree = {1: TREE, 3: eagle_fsd.TreeConfig(30, 5, 4), 5: eagle_fsd.TreeConfig(4, 2, 2)}.get(rows)
-        return Plan(tree or self.largest, tree is not None, Prices(lambda nodes, levels: 2.5))
+        return Plan(tree or self.largest_tree, tree is not None, Prices(lambda nodes, levels: 2.5))
 
 
 @functools.cache

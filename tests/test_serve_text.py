@@ -1,6 +1,7 @@
 """Copies from the text at the endpoint: predictions, and what is told of them."""
 
 import functools
+from collections import defaultdict
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ from tiny import PROMPT, tiny_chat_pair
 import eagle_fsd
 from eagle_fsd.drafting.config import MOST_NODES
 from eagle_fsd.drafting.copies import ORIGINS
-from eagle_fsd.drafting.sizing import Plan, Prices
+from eagle_fsd.drafting.sizing import Pause, Plan, Prices
 from eagle_fsd.serve.protocol import options_over
 
 CHAT = [{"role": "user", "content": "what is it"}]
@@ -163,10 +164,10 @@ def test_what_a_request_says_goes_before_the_servers_own(defaults, given, expect
 class Costs:
     """Such as `tree="auto"` has without a head: copies cost nothing."""
 
-    largest = eagle_fsd.TreeConfig(64, 16, 4)
+    largest_tree, pauses = eagle_fsd.TreeConfig(64, 16, 4), defaultdict(Pause)
 
     def of(self, rows=1, temperature=0.0, lossless=True):
-        return Plan(self.largest, drafts=False, prices=Prices(lambda nodes, levels: 1.0))
+        return Plan(self.largest_tree, drafts=False, prices=Prices(lambda nodes, levels: 1.0))
 
 
 @pytest.mark.parametrize(("head", "tree", "nodes"), [

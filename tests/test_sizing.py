@@ -202,6 +202,7 @@ def test_lambda_is_what_was_achieved():
     """A running mean of tokens by cost, at least that of plain decoding."""
     prices = Prices(lambda nodes, levels: 1 + 0.02 * nodes + 0.05 * levels, default_curves().greedy)
     policy = Drafting(lambda _: Plan(WIDE_TREE, prices=prices))
+    policy.resize([None, None])
     assert policy.plan([None, None]).pace == pytest.approx(1.6)
     for _ in range(300):
         policy.learn(policy.plan([None, None]), 10, 4, [5, 3], copied=False)
@@ -210,6 +211,7 @@ def test_lambda_is_what_was_achieved():
         policy.learn(policy.plan([None, None]), 10, 4, [1, 1], copied=False)
     assert policy.pace == 1.0
     given = Drafting(lambda _: Plan(WIDE_TREE))
+    given.resize([None])
     given.learn(given.plan(), 10, 4, [9], copied=False)
     assert given.plan() == Plan(WIDE_TREE)  # always whole
 
@@ -219,7 +221,7 @@ def test_levels_are_as_wide_as_costs_hardly_more():
                                   ({1: 1.0, 2: 1.4}, 1, 1), ({1: 1.0, 2: 1.4, 4: 1.4}, 4, 3),
                                   ({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5}, 8, 1), ({1: 0.0}, 3, 3)):
         sizing = Sizing(Latency({1: 1.0, 2: 1.1}, level, 1.0), default_curves())
-        assert sizing.top_k(rows) == expected == sizing.of(rows).tree.top_k <= sizing.largest.top_k
+        assert sizing.top_k(rows) == expected == sizing.of(rows).tree.top_k <= sizing.largest_tree.top_k
     assert Sizing(CHEAP, default_curves(), vocabulary=2).top_k() == 2
     sizing = Sizing(CHEAP, default_curves())
     assert sizing.of(2, 0.0) is sizing.of(2, 0.2) is not sizing.of(2, 1.0)
@@ -384,12 +386,12 @@ def test_a_loaded_pair_sizes_its_cycles(tmp_path, monkeypatch):
     places = (tmp_path / "target", tmp_path / "head")
     monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: CHEAP)
     model = eagle_fsd.load(*places, device="cpu")
-    assert model.sizing.curves == default_curves() and "at most 64, 16 of 3" in model.describe_tree(None)
+    assert model.sizing.curves == default_curves() and "at most 64, 16 of 3" in model.trees.describe(None)
     own = HeadCurves(fit(chains(300)), default_curves().sampled)
     curves.store_curves(tmp_path / "head", own)
     assert eagle_fsd.load(*places, device="cpu").sizing.curves == own
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
-    assert fixed.sizing is None and fixed.default_tree == TreeConfig(8, 3, 2)
+    assert fixed.sizing is None and fixed.trees.default == TreeConfig(8, 3, 2)
     answers = [eagle_fsd.generate(PROMPT, each, acceptance="exact", max_new_tokens=40) for each in (model, fixed)]
     assert answers[0].token_ids == answers[1].token_ids
     model.sizing = Sizing(Latency({1: 10.0, 2: 18.0}, {1: 9.0}, 1.0), default_curves())  # drafting never pays

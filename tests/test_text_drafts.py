@@ -495,13 +495,19 @@ def chain(p, count):
                   [2] * count, [0] * count)
 
 
+def drafting_of(plan, rows=1):
+    policy = Drafting(lambda _: plan)
+    policy.resize([None] * rows)
+    return policy
+
+
 def test_the_head_is_asked_where_it_pays():
     """What it adds, which is known from cycles without copies, counts where the first copy is refused."""
     for level in (0.01, 0.05, 0.1, 0.2, 0.3, 0.5):
         for p in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
             for copies in ([chain(p, 20)], [chain(p, 20), None]):
                 prices = Prices(lambda nodes, levels: 1 + 0.02 * nodes + level * levels)  # noqa: B023
-                policy = Drafting(lambda _: Plan(TREE, prices=prices))  # noqa: B023
+                policy = drafting_of(Plan(TREE, prices=prices), len(copies))
                 for _ in range(60):  # five tokens with nine nodes and three levels
                     policy.learn(policy.plan([None] * len(copies)), 9, 3, [5] * len(copies), copied=False)
                 missed = sum(1 - p if each else 1 for each in copies) / len(copies)
@@ -509,16 +515,16 @@ def test_the_head_is_asked_where_it_pays():
                 worth = missed * (4 - pace * 0.02 * 8) >= pace * 3 * level
                 assert policy.plan(copies).drafts == worth and policy.plan([None]).drafts
     dear = Plan(TREE, prices=Prices(lambda nodes, levels: 1 + nodes + 9 * levels))
-    assert Drafting(lambda _: dear).plan([None]).drafts  # that is for the pauses to say
-    assert not Drafting(lambda _: dear).plan([chain(0.99, 9)]).drafts
-    assert Drafting(lambda _: Plan(TREE)).plan([chain(0.99, 9)]) == Plan(TREE)  # a given tree is always drafted
+    assert drafting_of(dear).plan([None]).drafts  # that is for the pauses to say
+    assert not drafting_of(dear).plan([chain(0.99, 9)]).drafts
+    assert drafting_of(Plan(TREE)).plan([chain(0.99, 9)]) == Plan(TREE)  # a given tree is always drafted
 
 
 def test_a_given_tree_says_how_many_nodes_are_verified():
     for kind in ("EAGLE-2", "no head"):
         pair, own = pair_of(kind), {"tree": TreeConfig(9, 2, 2)}
         requests = make_requests(pair, [PROMPT], GenerateOptions(**own))
-        policy = pair.drafting(requests)
+        policy = pair.trees.drafting(requests)
         policy.resize(requests)
         plan = policy.plan([None] * 2)
         assert plan.drafts == (kind == "EAGLE-2")

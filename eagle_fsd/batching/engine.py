@@ -36,9 +36,9 @@ class Engine:
 
     Args:
         model: the result of `load`.
-        tree: the draft tree of every request. None: each cycle uses the fastest tree for its number of rows, or none.
-            Fuzzy texts then depend on the other requests of the batch. The tree is fixed to the default tree for a
-            pair that was loaded with a `tree` other than "auto".
+        tree: the draft tree of every request. None: for a pair loaded on a CPU with `tree="auto"`, each cycle uses the
+            fastest tree for its number of rows, or none, and fuzzy texts depend on the other requests of the batch; for
+            others, the pair's default tree.
         limits: see `EngineKeywords`.
 
     Attributes:
@@ -60,7 +60,7 @@ class Engine:
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model = model
         chosen = tree is None and model.sizing is not None
-        self.tree = None if chosen else model.check_tree(tree or model.default_tree)
+        self.tree = None if chosen else model.check_tree(tree or model.trees.default)
         self._loop = Loop(model, self.tree, options)
         weakref.finalize(self, self._loop.stop).atexit = False
 

@@ -92,7 +92,7 @@ class Loop:
     The loop does not refer to its engine: an engine that nobody holds closes it.
 
     Args:
-        tree: the tree of all requests; None: the model chooses it for the number of rows.
+        tree: of all requests, though lossless ones may bring their own; None: it is chosen for the number of rows.
 
     Attributes:
         queue: the requests that wait for a row.
@@ -106,7 +106,8 @@ class Loop:
 
     def __init__(self, model: EagleModel, tree: TreeConfig | None, options: EngineOptions) -> None:
         self.model, self.max_waiting = model, options.max_waiting
-        trees = [model.sizing.largest, model.default_tree] if tree is None else [tree]  # a request may bring its own
+        # A request may bring its own.
+        trees = [model.sizing.largest_tree, model.trees.default] if tree is None else [tree]
         nodes, levels = room_of(map(Plan, trees), copying=True)
         positions = options.max_tokens or in_own_thread(partial(positions_in_memory, model, options.max_rows, nodes))
         require_integer("max_tokens", positions, nodes + 2)
@@ -122,8 +123,9 @@ class Loop:
         # Of the loop's thread.
         self.prefixes = Prefixes(options.prefixes, positions // 2)
         self.prefilling: Batch | None = None  # of the prompt in progress
-        self.batch: Batch | None = Batch(model.target, model.draft, [], Drafting(partial(model.plan, tree)),
-                                         room=self.room, captured=model.captured)
+        self.batch: Batch | None = Batch(
+            model.target, model.draft, [], Drafting(lambda requests: model.trees.largest_plan(requests, tree)),
+            room=self.room, captured=model.captured)
         self.thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self.thread.start()
 
@@ -240,7 +242,7 @@ class Loop:
             ticket.leave_queue()
         try:
             self.batch.make_room([request])
-            plan = self.batch.drafting.choose(together)
+            plan = self.batch.drafting.largest_plan(together)
             caches = [model.new_cache(len(request.tokens)) for model in self.batch.models]
             alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
             self.prefixes.copy_into(alone, self.batch)

@@ -152,7 +152,7 @@ class Batch:
     def _own_room(self) -> Room:
         """Room for the whole texts, and for the largest cycle of any number of rows."""
         rows = len(self.requests)
-        plans = [self.drafting.choose(self.requests[:number]) for number in range(1, rows + 1)]
+        plans = [self.drafting.largest_plan(self.requests[:number]) for number in range(1, rows + 1)]
         nodes, levels = room_of(plans, any(request.copying for request in self.requests))
         longest = max((request.positions for request in self.requests), default=0)
         return Room(rows, rows * (longest + nodes), nodes, levels)

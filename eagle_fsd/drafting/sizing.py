@@ -8,8 +8,8 @@ acceptance rates of copies predict tokens.
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
 
-`Drafting` is the policy of one batch: it makes the `Plan` of each cycle from the largest one, which has a given tree,
-or is that of `Sizing` (`tree="auto"`) for the number of rows, with `Prices`.
+`Drafting` is the policy of one batch: it makes the `Plan` of each cycle from the largest one, see `Trees`, which has a
+given tree, or is that of `Sizing` (`tree="auto"`) for the number of rows, with `Prices`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import itertools
 import json
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
 
-from .config import MOST_NODES, TreeConfig
+from .config import CPU_TREE, GPU_TREE, MOST_NODES, TreeConfig
 from .copies import Copies
-from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves
+from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, nearly_greedy
 
 # How much more a level of several nodes may cost than a level of one: in levels of one, and in plain cycles.
 WIDER = 1 / 3, 0.02
@@ -216,13 +217,15 @@ class Sizing:
 
     def __init__(self, latency: Latency, curves: HeadCurves | None, vocabulary: int = WIDTH) -> None:
         self.latency, self.curves = latency, curves
-        self.largest = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))  # no cycle's tree is larger
+        self.largest_tree = TreeConfig(MOST_NODES, WIDE_TREE.depth, min(WIDTH, vocabulary))
+        # When drafting stops because it did not pay, for lossless requests: greedy or nearly so, and others.
+        self.pauses: defaultdict[bool, Pause] = defaultdict(Pause)
         self._plans: dict[tuple, Plan] = {}
 
     def top_k(self, rows: int = 1) -> int:
         """The number of nodes of the widest level that costs hardly more than a level of one, or whose additional cost
         is lost in the noise of measurements."""
-        widths = range(1, self.largest.top_k + 1)
+        widths = range(1, self.largest_tree.top_k + 1)
         seconds = [between(self.latency.level, width * rows) for width in widths]
         most = seconds[0] + max(WIDER[0] * seconds[0], WIDER[1] * self.latency.cycle(rows=rows))
         return max(width for width, level in zip(widths, seconds, strict=True) if level <= most)
@@ -236,7 +239,7 @@ class Sizing:
             top_k = self.top_k(rows)
             prices = Prices(partial(self.latency.relative, top_k, rows), curves)
             drafts = curves is not None and prices.outlook()[1] > 0
-            self._plans[key] = Plan(replace(self.largest, top_k=top_k), drafts, prices)
+            self._plans[key] = Plan(replace(self.largest_tree, top_k=top_k), drafts, prices)
         return self._plans[key]
 
 
@@ -272,13 +275,17 @@ class Drafting:
     """The drafting policy of one batch. It learns from its own requests alone, except for pauses.
 
     Args:
-        choose: the largest plan for the requests of the batch.
+        largest_plan: of a batch of these requests.
         pause: shared with earlier requests; None: a new one.
+
+    Attributes:
+        largest: the largest plan of the requests of the batch, see `resize`.
     """
 
-    def __init__(self, choose: Callable[[Sequence], Plan], pause: Pause | None = None) -> None:
-        self.choose, self.pause = choose, pause or Pause()
-        self.rows, self.largest = 0, choose([])
+    largest: Plan
+
+    def __init__(self, largest_plan: Callable[[Sequence], Plan], pause: Pause | None = None) -> None:
+        self.largest_plan, self.pause, self.rows = largest_plan, pause or Pause(), 0
         # Tokens of a row so far, and their cost in cycles without drafting.
         self.gained, self.spent = PACE * PACE_WEIGHT, PACE_WEIGHT
         # Running means over cycles without copies: tokens that the draft adds, less the price of its nodes, and its
@@ -289,7 +296,9 @@ class Drafting:
         """Start or continue with these requests, one a row."""
         if not self.rows:
             self.pause.begin()
-        self.rows, self.largest = len(requests), self.choose(requests)
+        self.rows = len(requests)
+        if requests:
+            self.largest = self.largest_plan(requests)
 
     @property
     def pace(self) -> float:
@@ -330,3 +339,64 @@ class Drafting:
             before = self.outlook or prices.outlook(plan.pace)
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(tokens - cost)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Which trees the requests of a pair of models get.
+
+    Args:
+        fixed: of requests without one; None: `default`.
+        sizing: chooses the size of each cycle for requests without a tree; None: it is fixed.
+        vocabulary: number of tokens that the drafter can name. drafts: whether there is a drafter.
+        on_cpu: whether the models are.
+    """
+
+    fixed: TreeConfig | None
+    sizing: Sizing | None
+    vocabulary: int
+    drafts: bool
+    on_cpu: bool
+
+    @property
+    def default(self) -> TreeConfig:
+        """The tree of requests without one, if `sizing` does not choose it: `fixed`, else one for the device, with no
+        more children per node than the drafter has tokens."""
+        tree = CPU_TREE if self.on_cpu else GPU_TREE
+        return self.fixed or replace(tree, top_k=min(tree.top_k, self.vocabulary))
+
+    def largest_plan(self, requests: Sequence, tree: TreeConfig | None = None) -> Plan:
+        """The largest cycle of a batch of these requests.
+
+        If temperatures differ, the first row's selects the curves, which only predict acceptance.
+
+        Args:
+            tree: a request's own replaces it only if all requests are lossless, since the text of a fuzzy request
+                depends on the tree. None: a request's own, else `sizing` chooses, else `default`.
+        """
+        drafted = [request for request in requests if request.options.speculative]
+        if not drafted:
+            return Plan(self.default, drafts=False)
+        own = [request.options.tree for request in drafted if request.options.tree is not None]
+        if own and (tree is None or all(request.lossless for request in drafted)):
+            tree = own[0]
+        if tree is None and self.sizing is not None:
+            return self.sizing.of(len(requests), drafted[0].options.temperature)
+        return Plan(tree or self.default, drafts=self.drafts)
+
+    def drafting(self, requests: Sequence) -> Drafting:
+        """The drafting policy of requests that share tree, rule, temperature and `speculative`."""
+        options, pause = requests[0].options, None
+        # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
+        if options.tree is None and self.sizing is not None and options.speculative and options.lossless:
+            pause = self.sizing.pauses[nearly_greedy(options.temperature)]
+        return Drafting(self.largest_plan, pause)
+
+    def describe(self, tree: TreeConfig | None) -> str:
+        """The tree, or how it is chosen, in words for records."""
+        if tree is not None or self.sizing is None:
+            return repr(tree or self.default)
+        if not self.drafts:
+            return "auto: copies as far as they pay"
+        most = self.sizing.largest_tree
+        return f"auto: as many nodes and levels as pay, at most {most.total_tokens}, {most.depth} of {most.top_k}"

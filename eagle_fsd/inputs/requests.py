@@ -40,8 +40,8 @@ def make_requests(
         ValueError, TypeError: options that do not suit this pair or these prompts.
     """
     check_functions("stopping_criteria", stopping_criteria)
-    if options.tree is not None:
-        model.check_tree(options.tree)
+    if options.tree is not None or model.sizing is None:
+        model.check_tree(options.tree or model.trees.default)
     warn_about_threshold(model, options)
     warn_without_effect(model, options)
     target, tokenizer = model.target, model.tokenizer

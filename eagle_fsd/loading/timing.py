@@ -77,6 +77,7 @@ class SameCycle:
     def of(self, plan: Plan, copies: bool = False) -> Callable[[], object]:
         """A function that runs a cycle with this largest plan, of the drafter's nodes or of copies."""
         batch, drafting = self.batch, Drafting(lambda _: plan)
+        drafting.resize(batch.requests)
         source = SameCopies(self.copied[: plan.tree.total_tokens - 1]) if copies else None
 
         def once() -> None:
