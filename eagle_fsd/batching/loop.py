@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from ..decoding import cycle
-from ..decoding.batch import OUT_OF_MEMORY, Batch, Row, shared_prefix
+from ..decoding.batch import ALLOCATION_ERRORS, Batch, Row, shared_prefix
 from ..decoding.output import Counts, Receipt, counted
 from ..decoding.request import Request
 from ..decoding.room import Room
@@ -339,7 +339,7 @@ class Loop:
     def _park(self, batch: Batch, number: int) -> None:
         """Keep the caches of a row for prompts with the same beginning, unless it failed or memory runs out."""
         if batch.requests[number].error is None:
-            with suppress(*OUT_OF_MEMORY):
+            with suppress(*ALLOCATION_ERRORS):
                 self.prefixes.add(batch.row(number))
 
     def _retire(self, request: Request) -> None:

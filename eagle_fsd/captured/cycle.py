@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
-from ..decoding.batch import OUT_OF_MEMORY, Batch
+from ..decoding.batch import ALLOCATION_ERRORS, Batch
 from ..decoding.processing import CAPTURABLE, shared_processors
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
@@ -186,7 +186,7 @@ class CapturedCycles:
         for row in sorted(set(range(captured)).difference(front)):
             try:
                 batch.swap_rows(row, front.pop())
-            except OUT_OF_MEMORY:
+            except ALLOCATION_ERRORS:
                 return everyone
         batch.waited = (batch.waited + 1) % WAIT
         return [slice(0, captured), *([] if batch.waited else [slice(captured, count)])]

@@ -32,7 +32,8 @@ from .room import Room
 
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
-OUT_OF_MEMORY = (MemoryError, RuntimeError)  # what an allocation that fails raises: PyTorch's on a CPU, the second
+# What an allocation that fails raises: PyTorch's on a CPU, a plain RuntimeError. Other errors of a forward are alike.
+ALLOCATION_ERRORS = MemoryError, RuntimeError
 STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
 
 
@@ -344,23 +345,23 @@ class Batch:
         log_limit(limit)
         return False
 
-    def unread(self, config: TreeConfig, ended: Sequence[int]) -> Unread:
-        """What the drafter has not processed. Of `ended` rows, for whose trees it has no positions, only the root, to
-        keep the batch in shape.
+    def unread(self, config: TreeConfig, out_of_positions: Sequence[int]) -> Unread:
+        """What the drafter has not processed. Of rows `out_of_positions`, for whose trees it has none, only the root,
+        to keep the batch in shape.
 
         The drafter catches up row by row before if it is far behind, or rows differ by more than a path, since some
         joined while drafting paused: processed together, every row takes as many positions as the longest.
         """
-        counts = [1 if number in ended else len(self.unread_tokens(number)) for number in range(len(self.requests))]
+        rows = range(len(self.requests))
+        counts = [1 if number in out_of_positions else len(self.unread_tokens(number)) for number in rows]
         if max(counts) - min(counts) > config.path or max(counts) > prefill_part(self.device):
             for number, count in enumerate(counts):
                 if count > config.path + 1:
                     self.catch_up(number)
-        rows = range(len(self.requests))
         features = [self.feature(number) for number in rows] if self.reads_features else None
-        tokens = [torch.tensor(self.requests[number].tokens[-1:] if number in ended else self.unread_tokens(number),
-                               device=self.device) for number in rows]
-        return Unread.of(features, tokens, self.draft_cache)
+        tokens = [self.requests[number].tokens[-1:] if number in out_of_positions else self.unread_tokens(number)
+                  for number in rows]
+        return Unread.of(features, [torch.tensor(row, device=self.device) for row in tokens], self.draft_cache)
 
     def keep(
         self,

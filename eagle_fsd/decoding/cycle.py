@@ -20,7 +20,7 @@ from ..drafting.growth import draft, rerank
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, join_drafts, root_only
 from ..models.target import TargetModel
-from .batch import OUT_OF_MEMORY, Batch
+from .batch import ALLOCATION_ERRORS, Batch
 from .output import Receipt
 from .request import EXACT, Request
 from .verified import VerifiedTrees, couple
@@ -75,7 +75,7 @@ def _step_of(batch: Batch, rows: slice, joining: Sequence[Request]) -> list[list
         batch.make_room(joining)
         with batch.only(rows):
             return _cycle(batch)
-    except OUT_OF_MEMORY as error:
+    except ALLOCATION_ERRORS as error:
         max(batch.requests[rows], key=lambda request: len(request.tokens)).finish("error", error)
         return [[] for _ in batch.requests[rows]]
 
@@ -120,22 +120,22 @@ def draft_trees(
     Afterwards the drafter has processed all features.
     """
     requests, depth = batch.requests, plan.tree.depth if plan.drafts else 0
-    ended = [number for number in range(len(requests)) if depth and not batch.has_positions(number, depth)]
-    if not depth or len(ended) == len(requests):
+    out_of_positions = [number for number in range(len(requests)) if depth and not batch.has_positions(number, depth)]
+    if not depth or len(out_of_positions) == len(requests):
         tree = root_only(torch.tensor([request.tokens[-1] for request in requests], device=batch.device))
         logits: list[Tensor] = []
     else:
         vocabulary = batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens
         coupling = couple(requests, rules, batch.cache.lengths, vocabulary, batch.device)
-        unread = batch.unread(plan.tree, ended)
+        unread = batch.unread(plan.tree, out_of_positions)
         read = batch.draft_cache.lengths
         scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
         tree = rerank(scored, plan, MOST_NODES if any(copies) else 0)
         batch.features = [[] for _ in requests]
-        if ended:  # the drafter processed their last tokens only to keep the batch in shape
-            batch.draft_cache.lengths = [read[number] if number in ended else length
+        if out_of_positions:  # the drafter processed their last tokens only to keep the batch in shape
+            batch.draft_cache.lengths = [read[number] if number in out_of_positions else length
                                          for number, length in enumerate(batch.draft_cache.lengths)]
-            tree = tree.cut([0 if number in ended else depth for number in range(len(requests))])
+            tree = tree.cut([0 if number in out_of_positions else depth for number in range(len(requests))])
     tree = join_drafts(tree, copies, plan) if any(copies) else tree
     return tree.cut([_levels(request, batch.target, tree.max_depth) for request in requests]), logits
 

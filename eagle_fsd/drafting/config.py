@@ -1,4 +1,15 @@
-"""The size and shape of draft trees: small frozen dataclasses, validated on construction."""
+"""The size and shape of draft trees: small frozen dataclasses, validated on construction.
+
+Numbers of nodes, the root included unless it says otherwise:
+
+    total_tokens           TreeConfig           verified at most, copies included
+    scored_nodes           TreeConfig           scored by the drafter at most, without the root
+    nodes                  TreeConfig, Buffers  verified at most without copies
+    verified(copying), most  TreeConfig, Buffers  verified at most, with copies or without
+    wide                   Buffers              of the drafter, with which copies compete
+    nodes(scores)          Plan                 verified in this cycle
+    nodes                  Room                 `verified` of the largest tree: positions that a cycle takes
+"""
 
 from __future__ import annotations
 

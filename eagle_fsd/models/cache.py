@@ -309,7 +309,8 @@ class BucketCache:
     """
 
     def __init__(self, storage: Tensor, start: Tensor, bucket: int) -> None:  # [layers, 2, B, H, C, D]
-        self.storage, self.lengths, self.length = storage, start, bucket
+        self.storage, self.lengths = storage, start
+        self.length = bucket  # at least that of the longest row, as the host does not know it
         self.capacity = storage.shape[-2]
 
     @property
