@@ -24,7 +24,7 @@ def reference_loss(loss: AlignedLoss, features: Tensor, tokens: Tensor, learned:
     """Of one text: features [T, F], tokens [T], learned [T]."""
     head, objective, output = loss.head, loss.objective, loss._logits[0]
     head.config._attn_implementation = "eager"
-    inputs, true = head.read(features[None, :-2]), features[1:-1, -head.target_hidden_size :]
+    inputs, true = head.to_states(features[None, :-2]), features[1:-1, -head.target_hidden_size :]
     first, cache, total, agreed = inputs[:, :1], DynamicCache(), 0.0, []
     positions, chosen = torch.arange(len(tokens) - 2), learned[2:]
     compared = chosen & (positions % objective.logit_stride == loss.residue) & head.names(tokens[2:])

@@ -23,7 +23,7 @@ from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
 from eagle_fsd.drafting.curves import default_curves
-from eagle_fsd.drafting.growth import read_prompt
+from eagle_fsd.drafting.growth import catch_up_in_parts
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Sizing
 from eagle_fsd.loading import timing
@@ -151,7 +151,7 @@ def test_keys_of_accepted_nodes_are_kept():
         for row, (request, length) in enumerate(zip(requests, held.lengths, strict=True)):
             unread.append(len(request.tokens) - length)
             fresh = pair.draft.new_cache(length)
-            read_prompt(pair.draft, None, torch.tensor(request.tokens[:length]), fresh)
+            catch_up_in_parts(pair.draft, None, torch.tensor(request.tokens[:length]), fresh)
             assert torch.allclose(held.allocated[0][..., row, :, :length, :], fresh.allocated[0][..., 0, :, :, :],
                                   atol=1e-5)
     assert unread.count(1) > 9 and max(unread) > 3

@@ -308,7 +308,7 @@ def test_heads_of_today_compute_what_their_code_defines(tmp_path, layout, option
     expected = hidden_by_hand(head, list(features), PROMPT[:4])
     for folder in ("head", "again"):
         loaded = load_head(tmp_path / folder)
-        states = loaded(loaded.read(features)[None], torch.tensor([PROMPT[:4]]), torch.arange(4)[None])[0, -1]
+        states = loaded(loaded.to_states(features)[None], torch.tensor([PROMPT[:4]]), torch.arange(4)[None])[0, -1]
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(loaded.own_logits(states, None), logits_by_hand(head, expected)[NAMED],
                                    rtol=1e-4, atol=1e-4)

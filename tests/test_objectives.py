@@ -124,7 +124,7 @@ def test_aligned_steps_predict_what_decoding_predicts(pair, monkeypatch, kind):
             torch.testing.assert_close(loss, expected)
         head.config._attn_implementation = "sdpa"
         i = 3  # the chain that the decoder would draft after the features 0 .. i
-        cache, read = head.new_cache(20), head.read(features[:, : i + 1])
+        cache, read = head.new_cache(20), head.to_states(features[:, : i + 1])
         predicted = head(read, tokens[:, 1 : i + 2], torch.arange(i + 1)[None], None, cache)[:, -1:]
         torch.testing.assert_close(predicted[0, 0], steps[0][0, i])
         for step in (1, 2):

@@ -15,7 +15,7 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, custom_generate, load_head, save_head
 from eagle_fsd.decoding.batch import Session
 from eagle_fsd.drafting.language_model import DraftModel
-from eagle_fsd.drafting.tree import join_drafts
+from eagle_fsd.drafting.tree import join_copies
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.check import TreeCheck
@@ -135,8 +135,8 @@ def test_decoding_while_transformers_loads_in_another_thread(options):
         pair = EagleModel.from_parts(model, tiny_head(model))
         joined = []
         with pytest.MonkeyPatch.context() as context:
-            context.setattr("eagle_fsd.decoding.cycle.join_drafts", lambda *given, joined=joined: (
-                joined.append(join_drafts(*given)), joined[-1])[1])
+            context.setattr("eagle_fsd.decoding.cycle.join_copies", lambda *given, joined=joined: (
+                joined.append(join_copies(*given)), joined[-1])[1])
             try:
                 torch.set_default_dtype(dtype)
                 output = eagle_fsd.generate(PROMPT * 3, pair, max_new_tokens=40, tree=TREE, **options)

@@ -5,7 +5,7 @@ import torch
 from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.growth import Unread, read, read_prompt
+from eagle_fsd.drafting.growth import Unread, catch_up, catch_up_in_parts
 from eagle_fsd.models import causal_lm
 from eagle_fsd.models.causal_lm import find_norm
 from eagle_fsd.models.target import TargetModel
@@ -40,10 +40,10 @@ def test_the_draft_reads_ragged_rows_after_prompts_in_parts(parts_of_five):
         for row in (row for row, length in enumerate(lengths) if length > 1):
             length = lengths[row]
             with cache.one_row(row):
-                read_prompt(head, features[row][: length // 2], tokens[row][: length // 2], cache)
+                catch_up_in_parts(head, features[row][: length // 2], tokens[row][: length // 2], cache)
         rest = [[part[length // 2 :] for part, length in zip(parts, lengths, strict=True)]
                 for parts in (features, tokens)]
-        last, got = read(head, Unread.of(*rest, cache), cache)
+        last, got = catch_up(head, Unread.of(*rest, cache), cache)
         assert last.tolist() == [row[-1] for row in tokens]
         for row, length in enumerate(lengths):
             alone = head(features[row][None], tokens[row][None], torch.arange(length)[None])[0, -1:]

@@ -38,7 +38,7 @@ from eagle_fsd.drafting.copies import (
 )
 from eagle_fsd.drafting.noise import gumbel_noise
 from eagle_fsd.drafting.sizing import Drafting, Plan, Prices
-from eagle_fsd.drafting.tree import candidates_of, join_drafts, packed, root_only
+from eagle_fsd.drafting.tree import candidates_of, columns_of, join_copies, root_only
 from eagle_fsd.inputs.requests import make_requests
 from eagle_fsd.loading.pair import EagleModel
 
@@ -284,7 +284,7 @@ def test_joined_trees_are_the_best_paths_of_both(config):
                 assert list(map(len, scores)) == sizes and all(row == sorted(row, reverse=True) for row in scores)
                 return min(wanted, max(sizes))
 
-            tree = join_drafts(head, copies, SimpleNamespace(nodes=count))
+            tree = join_copies(head, copies, SimpleNamespace(nodes=count))
             assert_joined_alike(head, copies, tree)
             assert tree.tokens.shape == (2, min(wanted, max(sizes)))
             lacked += sum(check_row(tree, row, ours[row], theirs[row], rows[row], wanted) for row in range(2))
@@ -294,7 +294,7 @@ def test_joined_trees_are_the_best_paths_of_both(config):
 def assert_joined_alike(head, copies, tree):
     """In fixed shapes, filled up and with more levels, it is the same tree."""
     nodes, levels = tree.tokens.shape[1], head.max_depth
-    columns, scores, deepest = packed(copies, 64)
+    columns, scores, deepest = columns_of(copies, 64)
     deepest = max(levels, deepest) + 2
     other = candidates_of(head, torch.tensor(columns), torch.tensor(scores, dtype=torch.float64), levels, deepest).best(
         nodes, deepest)
@@ -318,7 +318,7 @@ def test_joining_on_the_picture():
     head = tree_from_parents([[0, 0, 0, 1]], [[9, 10, 11, 12]], [[0.0, -0.5, -1.0, -0.6]],
                              torch.tensor([[0, 0, 1, -1]]))
     copies = Copies([11, 13, 15, 14], [-1, 0, -1, 1], [-0.2, -0.3, -2.0, -0.4], [4, 5, 2, 6], [0, 0, 1, 0])
-    tree = join_drafts(head, [copies], verifying(6))
+    tree = join_copies(head, [copies], verifying(6))
     assert_joined_alike(head, [copies], tree)
     assert tree.tokens.tolist() == [[9, 10, 11, 12, 13, 14]] and tree.parents.tolist() == [[0, 0, 0, 1, 2, 4]]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]] and tree.max_depth == 3
@@ -338,7 +338,7 @@ def test_joining_on_the_picture():
 def test_what_a_broken_head_says_comes_last():
     head = tree_from_parents([[0, 0, 1]], [[9, 10, 11]], [[0.0, math.nan, math.nan]])
     copies = [Copies([10, 12], [-1, -1], [-0.5, -3.0], [2, 2], [0, 1])]
-    tree = join_drafts(head, copies, verifying(3))
+    tree = join_copies(head, copies, verifying(3))
     assert_joined_alike(head, copies, tree)
     assert tree.tokens.tolist() == [[9, 10, 12]]
 
@@ -420,7 +420,7 @@ def small_case(seed, temperature=0.8):
     head = tree_from_parents([[0, 0, 0, 1]] * 2, [[3, 0, 5, 1]] * 2, [[0.0, -0.4, -1.2, -0.9]] * 2,
                              torch.tensor([[0, 0, 1, -1]] * 2))
     copies = Copies([0, 2, 4, 2, 4], [-1, 0, 1, -1, 3], [-0.2, -0.5, -0.8, -1.5, -1.6], [3] * 5, [0, 0, 0, 1, 0])
-    tree = join_drafts(head, [copies, None], verifying(8))
+    tree = join_copies(head, [copies, None], verifying(8))
     raw = 1.5 * torch.randn(2, 8, SMALL, generator=torch.Generator().manual_seed(seed))
     drafted = [raw[:, :1], torch.zeros(2, 2, SMALL)]
     for row, node in (tree.draft_rows.ge(0) & tree.depths.eq(1)).nonzero().tolist():

@@ -460,7 +460,7 @@ def test_the_norms_of_eagle_3_1_are_trained_saved_and_exported(place, tmp_path, 
     features, states = torch.randn(1, 5, 3 * 16, generator=torch.Generator().manual_seed(0)), []
     for each in (load_head(head), load_head(path.parent)):
         each.share_embeddings(trained.embed_tokens)
-        states.append(each(each.read(features), torch.tensor([PROMPT[:5]]), torch.arange(5)[None]))
+        states.append(each(each.to_states(features), torch.tensor([PROMPT[:5]]), torch.arange(5)[None]))
     torch.testing.assert_close(*states, rtol=0, atol=0)
     assert "SpecForge before September 2026" not in caplog.text  # our files say which meaning norm_output has
 

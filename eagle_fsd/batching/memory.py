@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..drafting.growth import read_prompt
+from ..drafting.growth import catch_up_in_parts
 from ..loading.pair import EagleModel
 
 # While a cache grows, the old and the new one exist at once. Prefixes and prompts in progress take memory as well.
@@ -33,7 +33,8 @@ def positions_in_memory(model: EagleModel, rows: int, nodes: int) -> int:
     size = cache.nbytes
     if drafter is not None:
         draft_cache = drafter.new_cache(1)
-        read_prompt(drafter, features[0] if drafter.reads_features else None, token[0].to(features.device), draft_cache)
+        own = features[0] if drafter.reads_features else None
+        catch_up_in_parts(drafter, own, token[0].to(features.device), draft_cache)
         size += draft_cache.nbytes
     fitting = int(USED * free_bytes(target.output_device) / size)
     return fitting if target.max_positions is None else min(fitting, rows * (target.max_positions + nodes))

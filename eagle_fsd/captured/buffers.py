@@ -69,7 +69,7 @@ class Buffers:
         self.integers, self.numbers = integers(3), self._new(torch.float64)(2)
         self.seeds, self.opening, self.closing = self.integers.unbind(1)
         self.temperatures, self.threshold = self.numbers.unbind(1)
-        self.weights, self.left = self._new(torch.float32)(), self._new(torch.float64)()
+        self.noise_weights, self.left = self._new(torch.float32)(), self._new(torch.float64)()
         self.inside_marks, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
         self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
@@ -83,7 +83,7 @@ class Buffers:
         # What the host knows of them, see above.
         self.owners: list[weakref.ref] = []  # the requests
         self.known: tuple = ()  # positions in both caches
-        self.known_weights: list[float] = []
+        self.known_noise_weights: list[float] = []
         self.fed = self.path  # columns of `fed_tokens` in use
         self.drafted: object = None  # `Settings`
         self.launched: Download | None = None
@@ -112,7 +112,7 @@ class Buffers:
         return self._tables[path]
 
     def copies(self, size: int) -> tuple[Tensor, Tensor]:
-        """[B, 4, M] and [B, M], see `packed`."""
+        """[B, 4, M] and [B, M], see `columns_of`."""
         if size not in self._copies:
             self._copies[size] = self._new(torch.long)(4, size), self._new(torch.float64)(size)
         return self._copies[size]

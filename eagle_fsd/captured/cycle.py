@@ -28,7 +28,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS, Copies
 from ..drafting.drafter import Drafter, weights_key
 from ..drafting.sizing import Plan
-from ..drafting.tree import packed
+from ..drafting.tree import columns_of
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
 from .buffers import BUCKET, Buffers, Download
@@ -274,7 +274,7 @@ class CapturedCycles:
         size = SMALLEST
         while size < max(buffers.most - buffers.wide, *(len(row.tokens) if row else 0 for row in copies)):
             size *= 4
-        *columns, deepest = packed(copies, size)
+        *columns, deepest = columns_of(copies, size)
         for buffer, values in zip(buffers.copies(size), columns, strict=True):
             buffers.upload(buffer, values)
         path = buffers.path_for(min(max(deepest, buffers.config.depth) + 1, buffers.most))
@@ -286,10 +286,10 @@ class CapturedCycles:
     ) -> None:
         """Copy the rows into the buffers unless they are there."""
         requests = batch.requests
-        weights = weights_of(requests, rules)
-        if weights != buffers.known_weights:
-            buffers.upload(buffers.weights, weights)
-            buffers.known_weights, buffers.drafted = weights, None
+        weights = noise_weights_of(requests, rules)
+        if weights != buffers.known_noise_weights:
+            buffers.upload(buffers.noise_weights, weights)
+            buffers.known_noise_weights, buffers.drafted = weights, None
         if buffers.holds(requests, lengths, read):
             return
         if buffers.config is None:
@@ -392,7 +392,7 @@ def settings_of(
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
         return "requests of different fuzzy rules in one batch"
-    weights = weights_of(requests, rules) if drafts else [0.0]
+    weights = noise_weights_of(requests, rules) if drafts else [0.0]
     if any(weights) and not all(weights):
         return "requests with and without a share of the target's noise in one batch"
     key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
@@ -403,7 +403,7 @@ def settings_of(
         len(own) > 1 or any(request.marks is not None for request in fuzzy))
 
 
-def weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
+def noise_weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
     """Weights of the target's noise in the drafts of each row."""
     return [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
 

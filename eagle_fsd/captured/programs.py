@@ -68,7 +68,7 @@ def draft(
     coupling = None
     if settings.coupled:
         named = drafter.draft_vocab_size if buffers.draft_tokens is None else buffers.draft_tokens
-        coupling = Coupling(buffers.seeds, buffers.lengths, buffers.temperatures.float(), buffers.weights,
+        coupling = Coupling(buffers.seeds, buffers.lengths, buffers.temperatures.float(), buffers.noise_weights,
                             [warpers] * buffers.rows, named)
     plan = Plan(buffers.config)  # the whole tree: without prices
     scored, logits = growth.draft(drafter, target, fed, cache, plan, coupling)

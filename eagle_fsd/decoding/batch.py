@@ -21,7 +21,7 @@ from ..acceptance import Rule
 from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
-from ..drafting.growth import Unread, read_prompt
+from ..drafting.growth import Unread, catch_up_in_parts
 from ..drafting.sizing import Drafting, Plan, room_of
 from ..drafting.tree import DraftTree
 from ..models.cache import TreeCache
@@ -79,9 +79,9 @@ class Row:
         kept = shared_prefix(self.cached, request.tokens[:-1])  # the last token needs logits
         if self.drafter is None or not self.drafter.reads_features:
             return kept, []
-        read = self.caches[1].lengths[self.number]
-        if read < kept:
-            return kept, [torch.cat(self.features)[: kept - read]]
+        drafted = self.caches[1].lengths[self.number]
+        if drafted < kept:
+            return kept, [torch.cat(self.features)[: kept - drafted]]
         return max(0, kept - 1), []
 
 
@@ -333,7 +333,7 @@ class Batch:
         if tokens:
             features = self.feature(number)[:-1] if self.reads_features else None
             with self.draft_cache.one_row(number):
-                read_prompt(self.drafter, features, torch.tensor(tokens, device=self.device), self.draft_cache)
+                catch_up_in_parts(self.drafter, features, torch.tensor(tokens, device=self.device), self.draft_cache)
             if self.reads_features:
                 self.features[number] = [self.feature(number)[-1:].clone()]
 

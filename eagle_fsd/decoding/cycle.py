@@ -18,7 +18,7 @@ from ..drafting.config import MOST_NODES
 from ..drafting.copies import Copies
 from ..drafting.growth import draft, rerank
 from ..drafting.sizing import Plan
-from ..drafting.tree import DraftTree, join_drafts, root_only
+from ..drafting.tree import DraftTree, join_copies, root_only
 from ..models.target import TargetModel
 from .batch import ALLOCATION_ERRORS, Batch
 from .output import Receipt
@@ -128,15 +128,15 @@ def draft_trees(
         vocabulary = batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens
         coupling = couple(requests, rules, batch.cache.lengths, vocabulary, batch.device)
         unread = batch.unread(plan.tree, out_of_positions)
-        read = batch.draft_cache.lengths
+        before = batch.draft_cache.lengths
         scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
         tree = rerank(scored, plan, MOST_NODES if any(copies) else 0)
         batch.features = [[] for _ in requests]
         if out_of_positions:  # the drafter processed their last tokens only to keep the batch in shape
-            batch.draft_cache.lengths = [read[number] if number in out_of_positions else length
+            batch.draft_cache.lengths = [before[number] if number in out_of_positions else length
                                          for number, length in enumerate(batch.draft_cache.lengths)]
             tree = tree.cut([0 if number in out_of_positions else depth for number in range(len(requests))])
-    tree = join_drafts(tree, copies, plan) if any(copies) else tree
+    tree = join_copies(tree, copies, plan) if any(copies) else tree
     return tree.cut([_levels(request, batch.target, tree.max_depth) for request in requests]), logits
 
 

@@ -46,7 +46,7 @@ class Drafter(ABC):
     def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
         """An empty cache with room for `capacity` positions of each sequence; `spare`: see `TreeCache`."""
 
-    def read(
+    def to_states(
         self,
         features: Tensor,  # [B, N, F] of the target
     ) -> Tensor:  # [B, N, D]
@@ -56,8 +56,8 @@ class Drafter(ABC):
     @abstractmethod
     def predict(
         self,
-        states: Tensor | None,  # [B, N, D], at the position before each token: by `read` for a text (None if it
-        # reads no features), its own predictions in a tree
+        states: Tensor | None,  # [B, N, D], at the position before each token: by `to_states` for a text (None if
+        # it reads no features), its own predictions in a tree
         tokens: Tensor,  # [B, N] ids of the target
         positions: Tensor,  # [B, N], in the drafter's own sequence
         ancestors: Tensor | None,  # [B, N, M] bool, see `masks.visible_keys`; None: causal

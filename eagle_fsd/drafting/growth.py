@@ -51,7 +51,7 @@ class Unread(NamedTuple):
                    torch.tensor(counts, device=device), ends)
 
 
-def read(
+def catch_up(
     drafter: Drafter,
     unread: Unread,
     cache: TreeCache | BucketCache,  # of the drafter
@@ -60,14 +60,14 @@ def read(
     count, device = unread.tokens.shape[1], unread.tokens.device
     starts = torch.as_tensor(unread.ends, device=device) - unread.counts
     positions = starts[:, None] + torch.arange(count, device=device)  # [B, T]
-    features = None if unread.features is None else drafter.read(unread.features)  # [B, T, D]
+    features = None if unread.features is None else drafter.to_states(unread.features)  # [B, T, D]
     states = drafter.predict(features, unread.tokens, positions, None, cache)
     cache.lengths = unread.ends
     last = unread.counts[:, None] - 1
     return unread.tokens.gather(1, last)[:, 0], states.gather(1, last[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def read_prompt(
+def catch_up_in_parts(
     drafter: Drafter,
     features: Tensor | None,  # [T, F]
     tokens: Tensor,  # [T]
@@ -77,7 +77,7 @@ def read_prompt(
     parts = tokens.split(prefill_part(tokens.device))
     own = [None] * len(parts) if features is None else features.split(prefill_part(tokens.device))
     for part, feature in zip(parts, own, strict=True):
-        read(drafter, Unread.of(None if feature is None else [feature], [part], cache), cache)
+        catch_up(drafter, Unread.of(None if feature is None else [feature], [part], cache), cache)
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
@@ -108,7 +108,7 @@ def draft(
         The nodes, and the draft's raw logits at the expanded nodes of each level: [B, 1, R] at the root, then [B, K, R]
         for each expanded depth.
     """
-    root, predicted = read(drafter, unread, cache)  # [B], [B, 1, D]
+    root, predicted = catch_up(drafter, unread, cache)  # [B], [B, 1, D]
     config, named, batch, device = plan.tree, drafter.draft_tokens, len(root), root.device
     k, depth, limited = config.top_k, config.depth, plan.curves is not None
     lengths = torch.as_tensor(unread.ends, device=device)
@@ -166,9 +166,12 @@ def _best_children(
     return scores, tokens if named is None else named[tokens]
 
 
-def rerank(scored: Scored, plan: Plan, nodes: int = 0) -> DraftTree:
-    """The N best scored nodes as a tree. N is the plan's, or for a caller that selects from them, `nodes` or
-    `total_tokens`, whichever is larger.
+def rerank(scored: Scored, plan: Plan, keep_at_least: int = 0) -> DraftTree:
+    """The N best scored nodes as a tree.
+
+    Args:
+        keep_at_least: not 0: N is this number or `total_tokens`, whichever is larger, for a caller that selects from
+            them; 0: N is the plan's.
 
     A cumulative log-probability never increases along a path, so the best nodes are connected. If it rounds to the
     parent's, the stable sort keeps the parent first. NaN scores of a broken head sort last; the root stays first.
@@ -178,8 +181,8 @@ def rerank(scored: Scored, plan: Plan, nodes: int = 0) -> DraftTree:
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
     comparable[:, 0] = math.inf  # rounding can raise other scores above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
-    count = min(max(plan.tree.total_tokens, nodes), scores.shape[1])
-    if plan.prices is not None and not nodes:
+    count = min(max(plan.tree.total_tokens, keep_at_least), scores.shape[1])
+    if plan.prices is not None and not keep_at_least:
         sorted_scores[:, 0] = 0.0
         count = plan.nodes(sorted_scores[:, :count].tolist())
         if count == 1:

@@ -113,7 +113,7 @@ class Coupling:
     """What is known of the target's draws before a cycle of a batch.
 
     Args:
-        seeds, temperatures: of each row. lengths: L of each row, the position of its root. weights: w of each row.
+        seeds, temperatures: of each row. lengths: L of each row, the position of its root. noise_weights: w of each.
         warpers: temperature and truncation of each row, which do not depend on the context; None: the row is greedy, or
             its rule needs the most probable children.
         tokens: ids of the tokens that the draft can name, or their number if they are 0 to R - 1.
@@ -122,7 +122,7 @@ class Coupling:
     seeds: Tensor  # [B]
     lengths: Tensor  # [B]
     temperatures: Tensor  # [B] float32
-    weights: Tensor  # [B] float32
+    noise_weights: Tensor  # [B] float32
     warpers: Sequence[LogitsProcessorList | None]
     tokens: int | Tensor  # [R]
     # Weighted noise [B, 1, R] by depth, computed so far.
@@ -133,7 +133,7 @@ class Coupling:
             depths = torch.arange(depth, depth + TOGETHER, device=self.lengths.device)
             positions = position_after(self.lengths[:, None], depths)
             noise = gumbel_noise(self.seeds, positions, self.tokens)  # [B, TOGETHER, R]
-            self.known.update(enumerate((noise * self.weights[:, None, None]).split(1, 1), depth))
+            self.known.update(enumerate((noise * self.noise_weights[:, None, None]).split(1, 1), depth))
         return self.known[depth]
 
     def perturb(

@@ -91,13 +91,13 @@ def root_only(root: Tensor) -> DraftTree:  # root [B] long
 # Joining -----------------------------------------------------------------------------------------------------------
 
 
-def join_drafts(
+def join_copies(
     tree: DraftTree,  # the drafter's, larger than what will be verified; or roots alone
     copies: Sequence[Copies | None],
     plan: Plan,  # chooses the number of nodes, which waits for the device
 ) -> DraftTree:
     """Best nodes of all sources, the same number in each row. Repetitions of the root fill up shorter rows."""
-    columns, scores, deepest = packed(copies, max(len(row.tokens) if row else 0 for row in copies))
+    columns, scores, deepest = columns_of(copies, max(len(row.tokens) if row else 0 for row in copies))
     device, deepest = tree.tokens.device, max(deepest, tree.max_depth)
     candidates = candidates_of(tree, torch.tensor(columns, device=device),
                                torch.tensor(scores, dtype=torch.float64, device=device), tree.max_depth, deepest)
@@ -106,7 +106,7 @@ def join_drafts(
     return candidates.best(count, deepest)
 
 
-def packed(copies: Sequence[Copies | None], size: int) -> tuple[list[list[list[int]]], list[list[float]], int]:
+def columns_of(copies: Sequence[Copies | None], size: int) -> tuple[list[list[list[int]]], list[list[float]], int]:
     """Token, parent, depth and origin (0: there is no such copy) of each copy, [B, 4, M]; its score [B, M]; and the
     largest depth."""
     columns, scores, deepest = [], [], 0
@@ -144,7 +144,7 @@ class Candidates(NamedTuple):
 
 def candidates_of(
     tree: DraftTree,  # the drafter's
-    copies: Tensor,  # [B, 4, M] long, see `packed`
+    copies: Tensor,  # [B, 4, M] long, see `columns_of`
     copied_scores: Tensor,  # [B, M] float64
     levels: int,  # of the drafter's trees, below the root
     deepest: int,  # level: deeper copies are left out

@@ -253,7 +253,7 @@ class DraftHead(nn.Module, Drafter):
 
     def forward(
         self,
-        features: Tensor,  # [B, T, D], at the position before each token: `read` from the target, or predicted
+        features: Tensor,  # [B, T, D], at the position before each token: by `to_states`, or predicted
         tokens: Tensor,  # [B, T]
         positions: Tensor,  # [B, T], of the features
         mask: Tensor | None = None,  # [B, 1, T, keys] additive; None: causal over these T, or one T

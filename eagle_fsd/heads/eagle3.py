@@ -130,7 +130,7 @@ class Eagle3Head(DraftHead):
         """Raise ValueError: the draft vocabulary of an EAGLE-3 head is fixed in training."""
         raise ValueError("an EAGLE-3 head has its own output layer: its draft vocabulary cannot be changed")
 
-    def read(self, features: Tensor) -> Tensor:
+    def to_states(self, features: Tensor) -> Tensor:
         features = features[..., : self.fc.in_features]
         if self.input_norm is not None:
             features = self.input_norm(features)

@@ -73,7 +73,7 @@ def unroll(
     """Yield the head's predictions [N, D] of each step, of the slots that predict (`predicting`). Slot i pairs feature
     i with token i + 1 and predicts feature i + 1, whose logits are for token i + 2."""
     slots, positions = predicting(lengths, tokens.device)
-    true, following = head.read(features[slots][None]), tokens[slots + 1][None]
+    true, following = head.to_states(features[slots][None]), tokens[slots + 1][None]
     inputs, pack = true, Pack([max(0, length - 2) for length in lengths], positions)
     begins = (positions == 0)[:, None]
     for _ in range(steps):

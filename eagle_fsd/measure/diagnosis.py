@@ -251,7 +251,7 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
         inner = at[learned[0].roll(-1)[at]]
         after, counted = target.logits(features[0, inner]).argmax(-1), torch.isin(at, inner)
         for shift in (0, 1):  # as in decoding, and with each token's own feature beside it
-            inputs, following = head.read(features[:, shift : shift - 2 or None]), tokens[:, 1:-1]
+            inputs, following = head.to_states(features[:, shift : shift - 2 or None]), tokens[:, 1:-1]
             positions = torch.arange(following.shape[1], device=device)[None]
             predicted = head(inputs, following, positions)[0, at - 2]  # [M, D]
             token = head.named(head.own_logits(predicted, target.logits).argmax(-1))
