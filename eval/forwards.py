@@ -144,10 +144,10 @@ def forward_of(model: EagleModel, nodes: int, rows: int, context: int, output: b
     """A forward pass over a chain of nodes after the context, optionally with the output layer; restores the cache."""
     target = model.target
     cache = target.new_cache(context + nodes, rows)
-    tokens = torch.arange(rows * (context + nodes), device=target.device).view(rows, -1) % target.vocab_size
+    tokens = torch.arange(rows * (context + nodes), device=target.input_device).view(rows, -1) % target.vocab_size
     target.prefill(tokens[:, :context], cache)
-    positions = torch.arange(context, context + nodes, device=target.device).expand(rows, -1)  # [R, N]
-    ancestors = torch.ones(rows, nodes, nodes, dtype=torch.bool, device=target.device).tril()
+    positions = torch.arange(context, context + nodes, device=target.input_device).expand(rows, -1)  # [R, N]
+    ancestors = torch.ones(rows, nodes, nodes, dtype=torch.bool, device=target.input_device).tril()
 
     def once() -> None:
         features = target.verify(tokens[:, context:], positions, ancestors, cache)
@@ -165,7 +165,7 @@ def prefill_of(model: EagleModel, prompt: torch.Tensor) -> Callable[[], object]:
 
     def once() -> None:
         cache.truncate(0)
-        target.logits(target.prefill(prompt.to(target.device), cache)[:, -1:])
+        target.logits(target.prefill(prompt.to(target.input_device), cache)[:, -1:])
 
     return once
 
@@ -263,7 +263,7 @@ def captured_parts(model: EagleModel, args: ForwardsArguments) -> Iterator[dict]
         if vocabulary:
             model.draft.limit_vocabulary(torch.arange(vocabulary))
             pair, words = EagleModel.from_parts(model.target.model, model.draft), f", {vocabulary} tokens drafted"
-            if pair.target.device.type == "cuda":
+            if pair.target.input_device.type == "cuda":
                 pair.prepack()
         captured = CapturedCycles(pair.target, pair.draft)
         for rows, nodes in itertools.product(args.rows, args.nodes):
@@ -339,7 +339,7 @@ def rotated_by(block: int) -> Iterator[None]:
 def rates_of(model: EagleModel) -> dict[str, float]:
     """Weights read per second in a product with one row, and multiply-adds per second in one with 1,024 rows. Takes the
     best of several products with a weight in the form of the model's layers."""
-    device, dtype, inputs = model.target.device, model.target.dtype, LARGE[0]
+    device, dtype, inputs = model.target.input_device, model.target.dtype, LARGE[0]
     holder = nn.Sequential(nn.Linear(*LARGE, bias=False, device=device, dtype=dtype))
     if packed_form(model.target.model):
         pack(holder, "int8" if is_int8(model.target.model) else None)

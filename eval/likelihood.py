@@ -56,7 +56,7 @@ class LikelihoodArguments(QuestionOptions):
 @torch.inference_mode()
 def log_probs(target: TargetModel, ids: Sequence[int]) -> Tensor:
     """[T - 1, V] log-probabilities of the next token after each token of a text but the last."""
-    tokens = torch.tensor([ids], device=target.device)
+    tokens = torch.tensor([ids], device=target.input_device)
     return target.logits(target.prefill(tokens, target.new_cache(len(ids))))[0, :-1].log_softmax(-1)
 
 

@@ -109,7 +109,7 @@ def explain(
     tokens = [answer[at] if at < len(answer) else None for answer in (theirs, ours)]
     if None in tokens:
         return Difference(question, at, *tokens, gap=float("inf"), noise=0.0, tie=False)
-    ids = torch.tensor([prompt + theirs[:at]], device=model.target.device)
+    ids = torch.tensor([prompt + theirs[:at]], device=model.target.input_device)
     whole = model.target.model(ids, use_cache=False).logits[0, -1].float()
     cache = cache_name(type(model.target.model))
     before = model.target.model(ids[:, :-1], use_cache=True)
@@ -160,7 +160,7 @@ def near_ties(model: EagleModel, stock: PreTrainedModel, chats: Sequence[list], 
     for chat in Progress(chats, desc="near-ties", unit="prompt"):
         output = generate(chat, model, max_new_tokens=new_tokens, top_logprobs=2, repetition_penalty=1.0)
         prompt, best = encode_prompt(chat, model), [receipt.top for receipt in output.receipts]
-        ids = torch.tensor([[*prompt, *output.token_ids[:-1]]], device=model.target.device)
+        ids = torch.tensor([[*prompt, *output.token_ids[:-1]]], device=model.target.input_device)
         logits = stock(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
         tokens = torch.tensor([[token for token, _ in pair] for pair in best], device=logits.device)
         theirs.append(-logits.gather(1, tokens).diff()[:, 0].cpu())

@@ -111,7 +111,7 @@ def test_a_new_head_trains_and_decodes_losslessly(name, kind, tmp_path):
     head = new_head(config, model.config.get_text_config(decoder=True))
     target = TargetModel(model.requires_grad_(False))
     target.feature_layers = head.target_layers(2)
-    ends = TargetEnds.of(target, target.device)
+    ends = TargetEnds.of(target, target.input_device)
     head.share_embeddings(ends.embed_tokens)
     loss_of = AlignedLoss(head, make_objective(f"{kind.replace('2', '')},aligned_steps=2"), ends.logits)
     tokens = torch.tensor([PROMPT, PROMPT[::-1]])

@@ -40,7 +40,7 @@ def test_parts_that_are_kept_on_disk(folder, away, shares):
         model.draft.share_embeddings(model.target.embeddings_on(model.target.output_device))
     meta = {name for name, weight in model.target.model.named_parameters() if weight.is_meta}
     assert meta and all(name.startswith(away) for name in meta)
-    assert model.target.device == model.target.output_device == model.draft.device == torch.device("cpu")
+    assert model.target.input_device == model.target.output_device == model.draft.device == torch.device("cpu")
     assert answer(model).token_ids == answer(here).token_ids
     sampled = {"temperature": 1.0, "seed": 3}
     assert answer(model, **sampled).token_ids == answer(here, **sampled).token_ids
@@ -51,7 +51,7 @@ def test_a_target_on_two_devices(folder):
     places = {part: 0 if part in PARTS[:2] else 1 for part in PARTS}
     here = eagle_fsd.load(folder / "target", folder / "head", tree=None, device="cuda:0", dtype="float32")
     model = eagle_fsd.load(folder / "target", folder / "head", tree=None, device_map=places, dtype="float32")
-    assert model.target.device.index == 0 and model.draft.device.index == model.target.output_device.index == 1
+    assert model.target.input_device.index == 0 and model.draft.device.index == model.target.output_device.index == 1
     assert answer(model).token_ids == answer(here).token_ids
 
 

@@ -117,7 +117,7 @@ def bytes_needed(tokens: int, target: TargetModel) -> int:
 
 def write_ends(target: TargetModel, directory: Path) -> None:
     """Write the target's embeddings and output layer, which head training needs too."""
-    every = torch.arange(len(target.embed_tokens.weight), device=target.device)
+    every = torch.arange(len(target.embed_tokens.weight), device=target.input_device)
     # The output of the module, not its weight: Gemma scales embeddings in its forward.
     ends = {"embed_tokens": target.embed_tokens(every), "lm_head": target.lm_head.weight}
     if target.lm_head.bias is not None:
@@ -162,7 +162,7 @@ def run(arguments: Arguments, answered_by: str | None = None) -> None:
         check_same(arguments.data, {"target": answered_by}, {"target": target_digest(target)})
     target.feature_layers = check_layers(arguments.layers, len(target.decoder_layers))
     write_features(target, documents, arguments.out, batch_tokens=arguments.batch_tokens or BATCH_TOKENS.get(
-        target.device.type, BATCH_TOKENS["cuda"]))
+        target.input_device.type, BATCH_TOKENS["cuda"]))
 
 
 def main() -> int:

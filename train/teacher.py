@@ -94,7 +94,7 @@ class OnlineFeatures:
         features = torch.empty(ends[-1], target.feature_size, dtype=target.dtype, device=self.device)
         for batch in split_by_size(np.argsort(lengths, kind="stable"), lengths, self.batch_tokens):
             tokens = torch.from_numpy(self.documents.collate(indices[batch])[0])
-            computed = self._forward(tokens.to(target.device))
+            computed = self._forward(tokens.to(target.input_device))
             for row, place in enumerate(batch):
                 features[ends[place] - lengths[place] : ends[place]] = computed[row, : lengths[place]]
             advance(int(lengths[batch].sum()))
@@ -206,7 +206,7 @@ class Teacher:
         """
         if config.features is None:
             target = open_target(config, accelerator, layers)
-            most = BATCH_TOKENS.get(target.device.type, BATCH_TOKENS["cuda"])
+            most = BATCH_TOKENS.get(target.input_device.type, BATCH_TOKENS["cuda"])
             features = OnlineFeatures(target, documents, most, accelerator.device)
             return cls(target, features, TargetEnds.of(target, accelerator.device))
         features = OfflineFeatures(config.features, documents)

@@ -28,7 +28,7 @@ FILES = {
 def positions_in_memory(model: EagleModel, rows: int, nodes: int) -> int:
     """Positions of caches that fit into a quarter of the free memory, but no more than the rows can use."""
     target, drafter = model.target, model.draft
-    cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    cache, token = target.new_cache(1), torch.zeros(1, 1, dtype=torch.long, device=target.input_device)
     features = target.prefill(token, cache).to(target.output_device)
     size = cache.nbytes
     if drafter is not None:

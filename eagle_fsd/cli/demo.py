@@ -63,7 +63,7 @@ tokens, and the model verifies all of them in one step. The demo answers the sam
 
 {legend()}
 {model.stock.num_parameters() / 1e6:.0f} M parameters, computed in {str(model.target.dtype).removeprefix("torch.")}, \
-{model.target.device}, {torch.get_num_threads()} threads. Decoding is greedy. A model this small makes mistakes.
+{model.target.input_device}, {torch.get_num_threads()} threads. Decoding is greedy. A model this small makes mistakes.
 """)
         ways = {BASELINE: lambda **shown: hf_generate(model, **shown),
                 "exact": lambda **shown: engine(model, acceptance="exact", **shown),

@@ -309,7 +309,7 @@ class Batch:
         [tokens, F]."""
         with self.cache.one_row(number):
             prompt = torch.tensor([self.requests[number].tokens[self.cache.length :][:most]], device=self.device)
-            features = self.target.prefill(prompt.to(self.target.device), self.cache).to(self.device)[0]
+            features = self.target.prefill(prompt.to(self.target.input_device), self.cache).to(self.device)[0]
         if self.reads_features:
             self.features[number].append(features)
         return features

@@ -110,7 +110,7 @@ class Request:
         self.stats.computed_by = target.computed_by
         if self.criteria:
             ids = [*self.padding, *self.prompt, *[0] * self.max_new_tokens]
-            self._ids = torch.tensor([ids], device=target.device)
+            self._ids = torch.tensor([ids], device=target.input_device)
 
     # For a cycle ------------------------------------------------------------------------------------------------
 

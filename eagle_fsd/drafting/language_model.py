@@ -78,7 +78,8 @@ class DraftModel(CausalLM, Drafter):
         cache: TreeCache | BucketCache,
     ) -> Tensor:  # [B, N, D]
         """Last hidden states, on the device of the tokens."""
-        place, known = self.device, tokens.clamp_max(self.vocab_size - 1)  # the target may have more rows, of padding
+        place = self.input_device
+        known = tokens.clamp_max(self.vocab_size - 1)  # the target may have more rows, of padding
         seen = None if ancestors is None else ancestors.to(place)
         return self.verify(known.to(place), positions.to(place), seen, cache).to(tokens.device)
 

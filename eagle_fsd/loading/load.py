@@ -152,7 +152,7 @@ def set_attention(model: CausalLM, implementation: str | None) -> None:
             its own attention, so that None changes nothing there.
     """
     config, level = model.config, logging.WARNING
-    stock = model.fused is None and model.device.type == "cpu"
+    stock = model.fused is None and model.input_device.type == "cpu"
     if implementation is None and stock and config._attn_implementation == "sdpa":
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         implementation, level = GROUPED if key_heads < config.num_attention_heads else None, logging.INFO

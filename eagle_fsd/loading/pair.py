@@ -68,7 +68,8 @@ class EagleModel:
         dtype = str(model.dtype if stock else self.target.dtype).removeprefix("torch.")
         form = f"packed as {packed_form(model)}" if packed_form(model) else "plain weights"
         name = self.names[0] or Path(model.name_or_path).name or type(model).__name__
-        target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {self.target.device})"
+        place = self.target.input_device
+        target = f"{name} ({type(model).__name__}, {described_size(model)}, {dtype}, {form}, {place})"
         if draft is None:
             return target, None
         name = self.names[1] or draft.noun

@@ -132,7 +132,7 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
         seconds = fastest({
             "plain": one(PLAIN), "plain rows": several(PLAIN),
             **{count: one(Plan(TreeConfig(count), drafts=False), copies=True) for count in MEASURED_NODES},
-        }, target.device)
+        }, target.input_device)
         sizes = {1: seconds["plain"], **{count: seconds[count] for count in MEASURED_NODES}}
         shared = Latency(_ascending(sizes, seconds["plain"]), {1: 0.0}, seconds["plain"])
         return with_rows(shared, seconds["plain rows"], seconds["plain rows"])
@@ -146,7 +146,7 @@ def measure(target: TargetModel, drafter: Drafter | None) -> Latency:
         **{("short", top_k): one(Plan(TreeConfig(SHORT, SHORT, top_k))) for top_k in widths},
         **{("long", top_k): one(Plan(TreeConfig(SHORT, LONG, top_k))) for top_k in widths},
         "plain rows": several(PLAIN), "drafted rows": several(Plan(ROW_TREE)),
-    }, target.device)
+    }, target.input_device)
     per_level = (max(0.0, seconds["long", k] - seconds["short", k]) / (LONG - SHORT) for k in widths)
     level = dict(zip(widths, itertools.accumulate(per_level, max), strict=True))
     further = (SHORT - 1) * level[wide]
@@ -193,7 +193,7 @@ def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> 
     shares, cycles = [], SameCycle(target, drafter, before=SHORT_CONTEXT)
     for plan, stored in plans.items():
         once = cycles.of(plan)
-        shares.append(min(seconds_of(once, target.device) for _ in range(3)) / stored)  # the first one is a warm-up
+        shares.append(min(seconds_of(once, target.input_device) for _ in range(3)) / stored)  # the first: a warm-up
     return min(shares)
 
 

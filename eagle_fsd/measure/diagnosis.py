@@ -229,7 +229,7 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
         learned[:, :2] = False  # two tokens must come before
         if not learned.any():
             continue
-        features = target.prefill(tokens.to(target.device), target.new_cache(len(text))).to(device)  # [1, T, F]
+        features = target.prefill(tokens.to(target.input_device), target.new_cache(len(text))).to(device)  # [1, T, F]
         tokens, learned = tokens.to(device), learned.to(device)
         at = learned[0].nonzero().flatten()  # [M]
         log_p = target.logits(features[0, at - 1]).float().log_softmax(-1)  # [M, V]

@@ -111,7 +111,7 @@ def hf_generate(
         longest = max(map(len, prompts))
         padding = [longest - len(tokens) for tokens in prompts]
         ids = torch.tensor([[0] * count + tokens for count, tokens in zip(padding, prompts, strict=True)],
-                           device=model.target.device)
+                           device=model.target.input_device)
         mask = torch.tensor([[0] * count + [1] * (longest - count) for count in padding], device=ids.device)
         ends = sorted(end_tokens(model, chat=isinstance(prompts[0], ChatTokens)))
         length: dict[str, object] = {"max_new_tokens": max_new_tokens}

@@ -258,18 +258,18 @@ class CausalLM:
         return vocab_size_of(self.model)
 
     @property
-    def device(self) -> torch.device:
+    def input_device(self) -> torch.device:
         """The device of the token embeddings."""
         return device_of(self.embed_tokens)
 
     @property
     def output_device(self) -> torch.device:
-        """The device of features, logits and the draft head; with a `device_map` often not `device`."""
+        """The device of features, logits and the draft head; with a `device_map` often not `input_device`."""
         return device_of(self.lm_head)
 
     @property
     def devices(self) -> set[torch.device]:
-        return {self.device, self.output_device}
+        return {self.input_device, self.output_device}
 
     @property
     def capturable(self) -> bool:
@@ -335,7 +335,7 @@ class CausalLM:
 
     def prefill(self, tokens: Tensor, cache: TreeCache) -> Tensor:
         """Features [B, N, F] of a prompt [B, N] with the model's own causal mask; a long prompt in parts."""
-        most = prefill_part(self.device) if self.splits_prefill else tokens.shape[1]
+        most = prefill_part(self.input_device) if self.splits_prefill else tokens.shape[1]
         return torch.cat([self.forward(part, None, None, cache) for part in tokens.split(most, 1)], 1)
 
     def verify(

@@ -85,7 +85,7 @@ class TreeCheck:
     def __init__(self, adapter: Any) -> None:
         model, self.lengths = adapter.model, TEXT_LENGTHS[: 1 if adapter.positions_from_cache else 2]
         size = TEXT_LENGTHS[0] + len(TREE_MASK)
-        tokens = torch.arange(len(self.lengths) * size, device=adapter.device).view(-1, size) * 7 + 1
+        tokens = torch.arange(len(self.lengths) * size, device=adapter.input_device).view(-1, size) * 7 + 1
         self.texts, self.trees = (tokens % adapter.vocab_size).split([TEXT_LENGTHS[0], len(TREE_MASK)], 1)
         cases = [(row, length, path) for row, length in enumerate(self.lengths) for path in TREE_PATHS]
         plain = [torch.cat([self.texts[row, :length], self.trees[row, path]]) for row, length, path in cases]
@@ -101,7 +101,7 @@ class TreeCheck:
     @torch.inference_mode()
     def compare(self, adapter: Any) -> None:
         """Raise ValueError unless the logits of the tree by `prefill` and `verify` are as expected."""
-        rows, place = len(self.lengths), adapter.device
+        rows, place = len(self.lengths), adapter.input_device
         with refused("it cannot verify a tree"):
             cache = adapter.new_cache(TEXT_LENGTHS[0] + len(TREE_MASK), rows)
             adapter.prefill(self.texts, cache)

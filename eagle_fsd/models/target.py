@@ -53,7 +53,7 @@ class TargetModel(CausalLM):
 
     def embeddings_on(self, device: torch.device) -> nn.Module:
         """The token embeddings; a copy if they are on another device, as with a `device_map`."""
-        return self.embed_tokens if self.device == device else copy_to(self.embed_tokens, device)
+        return self.embed_tokens if self.input_device == device else copy_to(self.embed_tokens, device)
 
 
 def copy_to(module: nn.Module, device: torch.device) -> nn.Module:
