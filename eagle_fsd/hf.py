@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .api import decode_requests, ending
-from .drafting.language_model import DraftModel
+from .drafting.drafter import Drafter
 from .heads.checkpoint import is_causal_lm, load_head
 from .heads.eagle import DraftHead
 from .inputs.prompts import check_ids
@@ -64,7 +64,7 @@ def custom_generate(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     assistant_model: object | None = None,
-    draft: DraftHead | PreTrainedModel | DraftModel | str | None = None,
+    draft: Drafter | PreTrainedModel | str | None = None,
     text_streamer: BaseStreamer | None = None,
     text_tokenizer: PreTrainedTokenizerBase | None = None,
     **model_kwargs: Any,
@@ -146,8 +146,8 @@ def hub_generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    draft: DraftHead | PreTrainedModel | DraftModel | str | None = None,
-    assistant_model: DraftHead | PreTrainedModel | DraftModel | str | None = None,
+    draft: Drafter | PreTrainedModel | str | None = None,
+    assistant_model: Drafter | PreTrainedModel | str | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop: str | Sequence[str] | None = None,
@@ -224,7 +224,7 @@ class CachedPair:
 
 
 def pair_of(
-    model: PreTrainedModel, draft: DraftHead | PreTrainedModel | DraftModel | str | Path | None,
+    model: PreTrainedModel, draft: Drafter | PreTrainedModel | str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EagleModel:
     """The pair of an earlier call with the same parts, if its drafter was loaded or its cycles are captured; else a new
