@@ -21,7 +21,7 @@ from eagle_fsd.models.target import TargetModel
 from train.config import TrainingConfig
 from train.heads import new_head
 from train.objectives import AlignedLoss, make_objective
-from train.teacher import OnlineFeatures, TargetEnds
+from train.teacher import TargetEnds
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 NEW = 16  # with the prompt more than three times the windows
@@ -115,10 +115,11 @@ def test_a_new_head_trains_and_decodes_losslessly(name, kind, tmp_path):
     head.share_embeddings(ends.embed_tokens)
     loss_of = AlignedLoss(head, make_objective(f"{kind.replace('2', '')},aligned_steps=2"), ends.logits)
     tokens = torch.tensor([PROMPT, PROMPT[::-1]])
-    features = OnlineFeatures(target)(None, tokens)
+    lengths, learned = [len(PROMPT)] * 2, torch.ones(tokens.numel(), dtype=torch.bool)
+    features = target.features(tokens, use_cache=False).detach().flatten(0, 1)
     optimizer, losses = torch.optim.AdamW(head.parameters(), lr=3e-3), []
     for _ in range(3):
-        loss, _ = loss_of(features, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        loss, _ = loss_of(features, tokens.flatten(), learned, lengths)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
