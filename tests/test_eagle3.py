@@ -438,15 +438,6 @@ def test_without_an_output_layer_the_targets_serves(target, tmp_path, fields, em
             load_head(other)
 
 
-def test_draft_tokens_are_computed_once_and_follow_the_offsets():
-    head = random_head(NAMED)
-    with torch.inference_mode():
-        tokens = head.draft_tokens
-    assert tokens.tolist() == NAMED and head.draft_tokens is tokens and not tokens.is_inference()
-    head.d2t += 1
-    assert head.draft_tokens.tolist() == [token + 1 for token in NAMED]
-
-
 def test_a_whole_vocabulary_needs_no_d2t_and_takes_no_offsets(tmp_path):
     folder = write(tmp_path, random_head(), "layers")
     assert "d2t" not in load_file(folder / "model.safetensors") and load_head(folder).d2t is None

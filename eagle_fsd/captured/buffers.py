@@ -53,7 +53,7 @@ class Buffers:
         self.most = 1 if tree is None else tree.verified(copying)  # N of a tree with copies
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else tree.path + 1  # P without copies
-        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # never first in a program
+        self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
         self.reads_features = drafter is not None and drafter.reads_features
         # Positions by which the drafter's cache is longer than the target's after a draft: it also holds the root.
         self.lead = int(drafter is not None and not drafter.reads_features)
@@ -126,13 +126,13 @@ class Buffers:
         """The number of slots to read in the target's cache; None: the cache is too small."""
         return bucket_of(needed, self.storage.shape[-2])
 
-    def draft_bucket(self, read: Sequence[int]) -> int | None:
+    def draft_bucket(self, draft_lengths: Sequence[int]) -> int | None:
         """As `bucket`, of the drafter's cache, after rows with these numbers of positions."""
-        return bucket_of(max(read) + self.fed + self.config.drafted, self.draft_storage.shape[-2])
+        return bucket_of(max(draft_lengths) + self.fed + self.config.drafted, self.draft_storage.shape[-2])
 
-    def holds(self, requests: Sequence[object], lengths: list[int], read: list[int]) -> bool:
+    def holds(self, requests: Sequence[object], lengths: list[int], draft_lengths: list[int]) -> bool:
         """Whether the buffers are those of these requests, with these numbers of positions in both caches."""
-        return (self.known == (lengths, read) and len(self.owners) == len(requests)
+        return (self.known == (lengths, draft_lengths) and len(self.owners) == len(requests)
                 and all(owner() is request for owner, request in zip(self.owners, requests, strict=True)))
 
     # Read by the host ---------------------------------------------------------------------------------------------

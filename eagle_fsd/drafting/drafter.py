@@ -39,8 +39,7 @@ class Drafter(ABC):
     reads_features: bool = False
     max_positions: int | None = None  # a longer text, its tree included, gets no drafts of it; None: no limit
     draft_vocab_size: int  # R; without `draft_tokens` it is less than V if the last rows of the target's are padding
-    # [R] long, ascending: the target's ids of its tokens, the same tensor until they change; None: 0 to R - 1.
-    draft_tokens: Tensor | None = None
+    draft_tokens: Tensor | None = None  # [R] long, ascending: the target's ids of its tokens; None: 0 to R - 1
 
     @abstractmethod
     def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ..models.cache import TreeCache, cache_name
-from ..models.fused import Norm, version_of
+from ..models.fused import Norm
 from .eagle import DraftHead
 
 # Names of fields: the target layers that a head reads; whether there is a norm before the output layer, as ModelOpt
@@ -98,7 +98,6 @@ class Eagle3Head(DraftHead):
         # Draft token i has the target's id i + d2t[i]; None: all tokens, with the same ids.
         offsets = torch.zeros(drafted, dtype=torch.long) if drafted < config.vocab_size else None
         self.register_buffer("d2t", offsets)
-        self._named: tuple[tuple, Tensor] | None = None  # version of d2t, and `draft_tokens`
 
     @property
     def _layer_ids(self) -> list[int] | None:
@@ -110,13 +109,7 @@ class Eagle3Head(DraftHead):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        if self.d2t is None:
-            return None
-        if self._named is None or self._named[0] != version_of(self.d2t):
-            with torch.inference_mode(False):
-                tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-            self._named = version_of(self.d2t), tokens
-        return self._named[1]
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def target_layers(self, count: int) -> tuple[int, ...]:
         """See `DraftHead`.
