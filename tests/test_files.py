@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_fsd.data import progress
+from eagle_fsd.utils import progress
 from eagle_fsd.utils.files import append_lines, check_same, only_writer, read_lines, save_atomically, write_lines
 from eagle_fsd.utils.progress import Progress
 
