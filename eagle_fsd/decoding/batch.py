@@ -111,7 +111,6 @@ class Captured(Protocol):
 
 class Batch:
     """The rows of requests, each with its text in the caches of both models. `cycle.prefill` and `cycle.step` decode.
-    The time of the requests begins here.
 
     Without a drafter, a tree or copies, decoding is plain: one token per forward, with the same noise.
 
