@@ -62,8 +62,12 @@ def by_hand(name: str, predicted, wanted, q_logits, p_logits) -> float:
             total -= sum(p[x] * math.log(q[x]) for x in sorted(range(V), key=lambda x: -p[x])[:3])
         elif name == "tv":
             total += sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
-        else:
+        elif name == "lk":
             total -= math.log(sum(map(min, p, q)))
+        else:
+            accepted = sum(map(min, p, q))
+            weight, kl = math.exp(-3 * accepted), sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+            total += weight * kl + (1 - weight) * (1 - accepted)
     return total
 
 

@@ -169,6 +169,21 @@ def test_a_larger_threshold_never_accepts_less(name):
     assert longer > 10
 
 
+@pytest.mark.parametrize("share", [0.7, 0.3, 0.05])
+def test_fsd_without_a_limit_is_its_guard_alone(share):
+    """As `relaxed` among all tokens with that distance from the best, which speculative cascades call TokenV3."""
+    fuzzy = 0
+    for seed in range(40):
+        case = random_case(seed, seed % 2 == 0, nodes=14, temperature=1.6, gap=1.5)
+        unlimited, among_all = (case.walk(rule) for rule in (
+            make_rule("fsd", math.inf, head_guard=1 - share),
+            make_rule("relaxed", -math.log(share), top=case.raw.shape[-1], head_guard=None)))
+        assert ([[step.token for step in row] for row in unlimited]
+                == [[step.token for step in row] for row in among_all])
+        fuzzy += sum(not step.is_exact for row in unlimited for step in row)
+    assert fuzzy > 10
+
+
 # --- making rules --------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from eagle_fsd.heads.unrolling import predicting, unroll
 from eagle_fsd.utils.checks import require_integer, require_number
 
 MOST_STEPS = 32  # each step needs the memory of one more forward pass
+LK_ETA = 3.0  # the paper's best
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**25}  # logits in memory at a time, a few times over
 
 
@@ -39,7 +40,9 @@ class Objective:
         soft_ce: cross-entropy from p to q (same section).
         top_k: the same over the target's `top_k_tokens` best tokens (HASS, arXiv 2408.15766, eq. 5).
         tv: total variation, 1 - sum min(p, q): the rejection rate of lossless speculative sampling.
-        lk: -log sum min(p, q), the log of the acceptance rate (LK losses, arXiv 2602.23881).
+        lk: -log a, for the acceptance rate a = sum min(p, q) (LK losses, arXiv 2602.23881).
+        lk_hybrid: w KL(p || q) + (1 - w) (1 - a), for each position with the weight w = exp(-LK_ETA a), which is not
+            learned from (the same paper): KL where the head is far off, the rejection rate where it is near.
         aligned_steps: number of unrolled steps, including the first, which reads the target's features.
         step_decay: weight of step s is step_decay ** (s - 1).
         logit_stride: compute the terms on distributions at every `logit_stride`-th position, with a different offset in
@@ -56,6 +59,7 @@ class Objective:
     top_k: float = 0.0
     tv: float = 0.0
     lk: float = 0.0
+    lk_hybrid: float = 0.0
     top_k_tokens: int = 10
     aligned_steps: int = 1
     step_decay: float = 1.0
@@ -79,7 +83,7 @@ class Objective:
         return any(getattr(self, name) for name in ON_LOGITS)
 
 
-ON_LOGITS = ("soft_ce", "top_k", "tv", "lk")
+ON_LOGITS = ("soft_ce", "top_k", "tv", "lk", "lk_hybrid")
 TERMS = ("regression", *ON_LOGITS)
 
 # Objectives by name. To add one, add a line here; to add a term, add a field above and a line in `logit_sum`.
@@ -145,11 +149,14 @@ def logit_sum(
     if objective.top_k:
         best = p.topk(min(objective.top_k_tokens, p.shape[-1]))
         total = total - objective.top_k * (best.values * log_q.gather(-1, best.indices)).sum()
-    if objective.tv or objective.lk:
+    if objective.tv or objective.lk or objective.lk_hybrid:
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
         total = total + objective.tv * (1 - overlap).sum()
         if objective.lk:
             total = total - objective.lk * overlap.clamp_min(1e-6).log().sum()
+        if objective.lk_hybrid:
+            weight, kl = (-LK_ETA * overlap.detach()).exp(), (p.xlogy(p) - p * log_q).sum(-1)
+            total = total + objective.lk_hybrid * (weight * kl + (1 - weight) * (1 - overlap)).sum()
     return total
 
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from ..captured.cycle import CapturedCycles
 from ..data.questions import Question
 from ..drafting.language_model import DraftModel
+from ..heads.eagle import DraftHead
 from ..heads.eagle3 import Eagle3Head
 from ..inputs.prompts import encode_prompt
 from ..loading.pair import EagleModel
@@ -38,7 +39,7 @@ ALIGNED = 256  # positions of a static cache are a multiple
 
 def head_alone(model: EagleModel) -> str:
     """The name of `exact` without text drafts, which is the published method."""
-    if isinstance(model.draft, DraftModel):
+    if not isinstance(model.draft, DraftHead):
         return "exact, no copies"
     return f"{'EAGLE-3' if isinstance(model.draft, Eagle3Head) else 'EAGLE-2'} (head alone)"
 
