@@ -155,7 +155,7 @@ def decode_requests(
         group = groups.popleft()
         speculative = group[0].options.speculative  # in all, as what the drafting policy reads
         drafter = model.draft if speculative or session is not None else None  # a session's next call may draft
-        batch = Batch(model.target, drafter, group, model.trees.drafting(group), parked=parked,
+        batch = Batch(model.target, drafter, group, model.drafting(group), parked=parked,
                       captured=model.captured, observe=observe)
         emitted = [cycle.prefill(batch, number) for number in range(len(group))]
         parked, long = None, []

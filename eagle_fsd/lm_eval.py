@@ -100,7 +100,7 @@ class EagleLM(HFLM):
         """As `hf`, with `custom_generate` as the decoder: [B, L] -> [B, L + new tokens]."""
         return super()._model_generate(
             context, max_length, stop, custom_generate=custom_generate, draft=self.pair.draft,
-            acceptance=self.decoding.rule, budget=self.decoding.budget, tree=self.pair.trees.default,
+            acceptance=self.decoding.rule, budget=self.decoding.budget, tree=self.pair.default_tree,
             **generation_kwargs)
 
 

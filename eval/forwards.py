@@ -195,7 +195,7 @@ def batch_of(
     room = cycles * (1 + (tree.depth if tree else 0)) + 1
     options = GenerateOptions(**{**options, "tree": tree, "text_drafts": "off", "max_new_tokens": room,
                                           "ignore_eos": True, "seed": 0})
-    plan = Plan(tree or model.trees.default, drafts=tree is not None)
+    plan = Plan(tree or model.default_tree, drafts=tree is not None)
     batch = Batch(model.target, model.draft if tree else None, make_requests(model, prompts, options),
                   Drafting(lambda _: plan), captured=captured)
     for number in range(len(prompts)):

@@ -386,12 +386,12 @@ def test_a_loaded_pair_sizes_its_cycles(tmp_path, monkeypatch):
     places = (tmp_path / "target", tmp_path / "head")
     monkeypatch.setattr("eagle_fsd.loading.timing.measure", lambda *_: CHEAP)
     model = eagle_fsd.load(*places, device="cpu")
-    assert model.sizing.curves == default_curves() and "at most 64, 16 of 3" in model.trees.describe(None)
+    assert model.sizing.curves == default_curves() and "at most 64, 16 of 3" in model.describe_tree(None)
     own = HeadCurves(fit(chains(300)), default_curves().sampled)
     curves.store_curves(tmp_path / "head", own)
     assert eagle_fsd.load(*places, device="cpu").sizing.curves == own
     fixed = eagle_fsd.load(*places, device="cpu", tree=TreeConfig(8, 3, 2))
-    assert fixed.sizing is None and fixed.trees.default == TreeConfig(8, 3, 2)
+    assert fixed.sizing is None and fixed.default_tree == TreeConfig(8, 3, 2)
     answers = [eagle_fsd.generate(PROMPT, each, acceptance="exact", max_new_tokens=40) for each in (model, fixed)]
     assert answers[0].token_ids == answers[1].token_ids
     model.sizing = Sizing(Latency({1: 10.0, 2: 18.0}, {1: 9.0}, 1.0), default_curves())  # drafting never pays

@@ -524,7 +524,7 @@ def test_a_given_tree_says_how_many_nodes_are_verified():
     for kind in ("EAGLE-2", "no head"):
         pair, own = pair_of(kind), {"tree": TreeConfig(9, 2, 2)}
         requests = make_requests(pair, [PROMPT], GenerateOptions(**own))
-        policy = pair.trees.drafting(requests)
+        policy = pair.drafting(requests)
         policy.resize(requests)
         plan = policy.plan([None] * 2)
         assert plan.drafts == (kind == "EAGLE-2")

@@ -60,7 +60,7 @@ class Engine:
             raise TypeError(f"tree must be a TreeConfig or None, got {tree!r}")
         self.model = model
         chosen = tree is None and model.sizing is not None
-        self.tree = None if chosen else model.check_tree(tree or model.trees.default)
+        self.tree = None if chosen else model.check_tree(tree or model.default_tree)
         self._loop = Loop(model, self.tree, options)
         weakref.finalize(self, self._loop.stop).atexit = False
 

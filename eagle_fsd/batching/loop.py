@@ -107,7 +107,7 @@ class Loop:
     def __init__(self, model: EagleModel, tree: TreeConfig | None, options: EngineOptions) -> None:
         self.model, self.max_waiting = model, options.max_waiting
         # A request may bring its own.
-        trees = [model.sizing.largest_tree, model.trees.default] if tree is None else [tree]
+        trees = [model.sizing.largest_tree, model.default_tree] if tree is None else [tree]
         nodes, levels = room_of(map(Plan, trees), copying=True)
         positions = options.max_tokens or in_own_thread(partial(positions_in_memory, model, options.max_rows, nodes))
         require_integer("max_tokens", positions, nodes + 2)
@@ -124,7 +124,7 @@ class Loop:
         self.prefixes = Prefixes(options.prefixes, positions // 2)
         self.prefilling: Batch | None = None  # of the prompt in progress
         self.batch: Batch | None = Batch(
-            model.target, model.draft, [], Drafting(lambda requests: model.trees.largest_plan(requests, tree)),
+            model.target, model.draft, [], Drafting(lambda requests: model.largest_plan(requests, tree)),
             room=self.room, captured=model.captured)
         self.thread = threading.Thread(target=self._work, name="eagle_fsd.Engine", daemon=True)
         self.thread.start()

@@ -8,8 +8,9 @@ acceptance rates of copies predict tokens.
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
 
-`Drafting` is the policy of one batch: it makes the `Plan` of each cycle from the largest one, see `Trees`, which has a
-given tree, or is that of `Sizing` (`tree="auto"`) for the number of rows, with `Prices`.
+`Drafting` is the policy of one batch: it makes the `Plan` of each cycle from the largest one, see
+`EagleModel.largest_plan`, which has a given tree, or is that of `Sizing` (`tree="auto"`) for the number of rows, with
+`Prices`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from .config import CPU_TREE, GPU_TREE, MOST_NODES, TreeConfig
+from .config import MOST_NODES, TreeConfig
 from .copies import Copies
-from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves, nearly_greedy
+from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves
 
 # How much more a level of several nodes may cost than a level of one: in levels of one, and in plain cycles.
 WIDER = 1 / 3, 0.02
@@ -339,64 +340,3 @@ class Drafting:
             before = self.outlook or prices.outlook(plan.pace)
             self.outlook = tuple(old + (new - old) / MEMORY for old, new in zip(before, (gain, levels), strict=True))
             self.pause.learn(tokens - cost)
-
-
-@dataclass(frozen=True)
-class Trees:
-    """Which trees the requests of a pair of models get.
-
-    Args:
-        fixed: of requests without one; None: `default`.
-        sizing: chooses the size of each cycle for requests without a tree; None: it is fixed.
-        vocabulary: number of tokens that the drafter can name. drafts: whether there is a drafter.
-        on_cpu: whether the models are.
-    """
-
-    fixed: TreeConfig | None
-    sizing: Sizing | None
-    vocabulary: int
-    drafts: bool
-    on_cpu: bool
-
-    @property
-    def default(self) -> TreeConfig:
-        """The tree of requests without one, if `sizing` does not choose it: `fixed`, else one for the device, with no
-        more children per node than the drafter has tokens."""
-        tree = CPU_TREE if self.on_cpu else GPU_TREE
-        return self.fixed or replace(tree, top_k=min(tree.top_k, self.vocabulary))
-
-    def largest_plan(self, requests: Sequence, tree: TreeConfig | None = None) -> Plan:
-        """The largest cycle of a batch of these requests.
-
-        If temperatures differ, the first row's selects the curves, which only predict acceptance.
-
-        Args:
-            tree: a request's own replaces it only if all requests are lossless, since the text of a fuzzy request
-                depends on the tree. None: a request's own, else `sizing` chooses, else `default`.
-        """
-        drafted = [request for request in requests if request.options.speculative]
-        if not drafted:
-            return Plan(self.default, drafts=False)
-        own = [request.options.tree for request in drafted if request.options.tree is not None]
-        if own and (tree is None or all(request.lossless for request in drafted)):
-            tree = own[0]
-        if tree is None and self.sizing is not None:
-            return self.sizing.of(len(requests), drafted[0].options.temperature)
-        return Plan(tree or self.default, drafts=self.drafts)
-
-    def drafting(self, requests: Sequence) -> Drafting:
-        """The drafting policy of requests that share tree, rule, temperature and `speculative`."""
-        options, pause = requests[0].options, None
-        # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
-        if options.tree is None and self.sizing is not None and options.speculative and options.lossless:
-            pause = self.sizing.pauses[nearly_greedy(options.temperature)]
-        return Drafting(self.largest_plan, pause)
-
-    def describe(self, tree: TreeConfig | None) -> str:
-        """The tree, or how it is chosen, in words for records."""
-        if tree is not None or self.sizing is None:
-            return repr(tree or self.default)
-        if not self.drafts:
-            return "auto: copies as far as they pay"
-        most = self.sizing.largest_tree
-        return f"auto: as many nodes and levels as pay, at most {most.total_tokens}, {most.depth} of {most.top_k}"

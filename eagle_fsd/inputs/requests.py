@@ -41,7 +41,7 @@ def make_requests(
     """
     check_functions("stopping_criteria", stopping_criteria)
     if options.tree is not None or model.sizing is None:
-        model.check_tree(options.tree or model.trees.default)
+        model.check_tree(options.tree or model.default_tree)
     warn_about_threshold(model, options)
     warn_without_effect(model, options)
     target, tokenizer = model.target, model.tokenizer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,11 +14,12 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..captured.cycle import CapturedCycles
-from ..drafting.config import TreeConfig
-from ..drafting.curves import HeadCurves, known_curves
+from ..decoding.request import Request
+from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
+from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.drafter import Drafter
 from ..drafting.language_model import DraftModel
-from ..drafting.sizing import Sizing, Trees
+from ..drafting.sizing import Drafting, Plan, Sizing
 from ..loading.timing import known_latency
 from ..models.causal_lm import read_structure
 from ..models.check import PASSED
@@ -58,7 +59,7 @@ class EagleModel:
 
     def __repr__(self) -> str:
         target, head = self.described()
-        chosen = "auto" if self.sizing is not None else repr(self.trees.default)
+        chosen = "auto" if self.sizing is not None else repr(self.default_tree)
         return f"EagleModel(target={target}, draft={head}, tree={chosen})"
 
     def described(self, *, stock: bool = False) -> tuple[str, str | None]:
@@ -186,10 +187,47 @@ class EagleModel:
         self.sizing = Sizing(latency, curves, self._draft_vocabulary)
 
     @property
-    def trees(self) -> Trees:
-        """The trees of its requests."""
-        return Trees(self.tree, self.sizing, self._draft_vocabulary, self.draft is not None,
-                     self.target.output_device.type == "cpu")
+    def default_tree(self) -> TreeConfig:
+        """The tree of requests without one, if `sizing` does not choose it: `tree`, else one for the device, with no
+        more children per node than the drafter has tokens."""
+        tree = CPU_TREE if self.target.output_device.type == "cpu" else GPU_TREE
+        return self.tree or replace(tree, top_k=min(tree.top_k, self._draft_vocabulary))
+
+    def largest_plan(self, requests: Sequence[Request], tree: TreeConfig | None = None) -> Plan:
+        """The largest cycle of a batch of these requests.
+
+        If temperatures differ, the first row's selects the curves, which only predict acceptance.
+
+        Args:
+            tree: a request's own replaces it only if all requests are lossless, since the text of a fuzzy request
+                depends on the tree. None: a request's own, else `sizing` chooses, else `default_tree`.
+        """
+        drafted = [request for request in requests if request.options.speculative]
+        if not drafted:
+            return Plan(self.default_tree, drafts=False)
+        own = [request.options.tree for request in drafted if request.options.tree is not None]
+        if own and (tree is None or all(request.lossless for request in drafted)):
+            tree = own[0]
+        if tree is None and self.sizing is not None:
+            return self.sizing.of(len(requests), drafted[0].options.temperature)
+        return Plan(tree or self.default_tree, drafts=self.draft is not None)
+
+    def drafting(self, requests: Sequence[Request]) -> Drafting:
+        """The drafting policy of requests that share tree, rule, temperature and `speculative`."""
+        options, pause = requests[0].options, None
+        # The text of a fuzzy rule depends on where drafting pauses, and must not depend on earlier requests.
+        if options.tree is None and self.sizing is not None and options.speculative and options.lossless:
+            pause = self.sizing.pauses[nearly_greedy(options.temperature)]
+        return Drafting(self.largest_plan, pause)
+
+    def describe_tree(self, tree: TreeConfig | None) -> str:
+        """The tree, or how it is chosen, in words for records."""
+        if tree is not None or self.sizing is None:
+            return repr(tree or self.default_tree)
+        if self.draft is None:
+            return "auto: copies as far as they pay"
+        most = self.sizing.largest_tree
+        return f"auto: as many nodes and levels as pay, at most {most.total_tokens}, {most.depth} of {most.top_k}"
 
     def check_tree(self, tree: TreeConfig) -> TreeConfig:
         """Return the tree. Warn if it has more nodes than can be scored.

@@ -409,7 +409,7 @@ def store(
 
 {len(records)} questions, {rows["all"][0]["timed"]} of them timed{precision},
 temperature {options.temperature:g}, at most {options.max_new_tokens} tokens a turn,
-tree {model.trees.describe(options.tree)}{f", {options.runs} runs" if options.runs > 1 else ""}
+tree {model.describe_tree(options.tree)}{f", {options.runs} runs" if options.runs > 1 else ""}
 
 {page_text(rows, turns, reference)}
 
@@ -468,7 +468,7 @@ def compare_settings(
 ) -> str:
     """Answer questions with `exact` and with each setting, and store the comparison as OUT.json, OUT.md and OUT.png.
 
-    Batches use one tree, `options.tree` or `model.trees.default`, so that fuzzy texts do not depend on the rest of the
+    Batches use one tree, `options.tree` or `model.default_tree`, so that fuzzy texts do not depend on the rest of the
     batch.
 
     Args:
@@ -483,7 +483,7 @@ def compare_settings(
     with ExitStack() as stack:
         batches = {} if options.batch == 1 else {form: stack.enter_context(Engine(
             pair, max_rows=options.batch, max_waiting=options.batch, prefixes=0,
-            tree=options.tree or pair.trees.default)) for form, (pair, _) in forms.items()}
+            tree=options.tree or pair.default_tree)) for form, (pair, _) in forms.items()}
 
         def methods(own: CalibrationOptions, batched: bool) -> dict[str, Method]:
             return {f"{form}{name}": method for form, (pair, settings) in forms.items() for name, method in
