@@ -124,8 +124,8 @@ def test_caches_grow_with_the_answers(model, monkeypatch):
     prompts, session = [PROMPT, PROMPT[:3], PROMPT * 4], eagle_fsd.Session()
     outputs = eagle_fsd.generate(prompts, model, seed=3, max_new_tokens=60, **options)
     first, draft_first, *grown = sizes  # of the target and of the drafter
-    assert first == len(prompts[2]) + 3 + TREE.nodes and draft_first == first + TREE.drafted
-    assert max(grown) == len(prompts[2]) + 60 + TREE.nodes + TREE.drafted
+    assert first == len(prompts[2]) + 3 + TREE.nodes and draft_first == first + TREE.depth * TREE.top_k
+    assert max(grown) == len(prompts[2]) + 60 + TREE.nodes + TREE.depth * TREE.top_k
     for prompt, seed, output in zip(prompts, (3, 4, 5), outputs, strict=True):
         for more in ({"speculative": False, "tree": None}, {"session": session}):
             assert eagle_fsd.generate(

@@ -23,7 +23,7 @@ from eagle_fsd.drafting.curves import (
     default_curves,
     log_rates,
 )
-from eagle_fsd.drafting.sizing import Drafting, Latency, Pause, Plan, Prices, Sizing, between, room_of
+from eagle_fsd.drafting.sizing import Drafting, Latency, Pause, Plan, Prices, Sizing, between
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.loading.timing import (
     ROW_TREE,
@@ -228,15 +228,6 @@ def test_levels_are_as_wide_as_costs_hardly_more():
     assert sizing.of(2, 1.0).curves is default_curves().sampled and not Sizing(CHEAP, None).of().drafts
     dear = replace(CHEAP, row=1.0)  # what a row adds to a drafted cycle is more than it can bring
     assert Sizing(dear, default_curves()).of(1).drafts and not Sizing(dear, default_curves()).of(8).drafts
-
-
-def test_there_is_room_for_the_largest_cycle():
-    """Nodes in the target's cache, expanded nodes in the drafter's; copies may fill a tree that it does not."""
-    small, undrafted = Plan(TreeConfig(60, 1, 3)), Plan(TreeConfig(9, 4, 2), drafts=False)
-    assert room_of([], copying=True) == (1, 0)
-    assert room_of([undrafted], copying=False) == (1, 0) and room_of([undrafted], copying=True) == (9, 0)
-    assert room_of([undrafted, small], copying=False) == (4, 3)
-    assert room_of([undrafted, small], copying=True) == (60, 3)
 
 
 def test_the_outlook_is_the_best_number_of_levels_on_average():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import LogitsProcessor
 
 from ..drafting.config import TreeConfig
-from ..drafting.sizing import Plan, room_of
 from ..inputs.prompts import encode_prompt
 from ..inputs.requests import make_requests
 from ..loading.pair import EagleModel
@@ -152,7 +151,7 @@ class Engine:
         if self.tree is not None and tree != self.tree and options.speculative and not options.lossless:
             raise OptionError("tree", problem=f"of a fuzzy request must be the engine's, {self.tree}: leave it out "
                               "(Engine(tree=...), or --tree of eagle-fsd serve, sets the engine's)")
-        nodes, levels = room_of([Plan(tree)], copying=True)
+        nodes, levels = tree.room
         room = self._loop.room
         if nodes > room.nodes or levels > room.levels:
             raise OptionError("tree", problem=f"is too large here: total_tokens may be at most {room.nodes}, "

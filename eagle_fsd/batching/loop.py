@@ -23,7 +23,7 @@ from ..decoding.request import Request
 from ..decoding.room import Room
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS
-from ..drafting.sizing import Drafting, Plan, room_of
+from ..drafting.sizing import Drafting
 from ..loading.pair import EagleModel
 from ..options.engine import EngineOptions
 from ..utils.checks import require_integer
@@ -108,7 +108,7 @@ class Loop:
         self.model, self.max_waiting = model, options.max_waiting
         # A request may bring its own.
         trees = [model.sizing.largest_tree, model.default_tree] if tree is None else [tree]
-        nodes, levels = room_of(map(Plan, trees), copying=True)
+        nodes, levels = map(max, zip(*(each.room for each in trees), strict=True))
         positions = options.max_tokens or in_own_thread(partial(positions_in_memory, model, options.max_rows, nodes))
         require_integer("max_tokens", positions, nodes + 2)
         self.room = Room(options.max_rows, positions, nodes, levels)

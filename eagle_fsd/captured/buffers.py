@@ -49,8 +49,7 @@ class Buffers:
         self.draft_storage = storages[-1]
         self.device, self.rows, self.config = storage.device, storage.shape[2], tree
         self.key = self.rows, tree, copying
-        self.nodes = 1 if tree is None else tree.nodes  # N of a tree without copies
-        self.most = 1 if tree is None else tree.verified(copying)  # N of a tree with copies
+        self.most = 1 if tree is None else tree.total_tokens  # N, at most
         self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
         self.path = 1 if tree is None else tree.path + 1  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
@@ -128,7 +127,7 @@ class Buffers:
 
     def draft_bucket(self, draft_lengths: Sequence[int]) -> int | None:
         """As `bucket`, of the drafter's cache, after rows with these numbers of positions."""
-        return bucket_of(max(draft_lengths) + self.fed + self.config.drafted, self.draft_storage.shape[-2])
+        return bucket_of(max(draft_lengths) + self.fed + self.config.room[1], self.draft_storage.shape[-2])
 
     def holds(self, requests: Sequence[object], lengths: list[int], draft_lengths: list[int]) -> bool:
         """Whether the buffers are those of these requests, with these numbers of positions in both caches."""

@@ -227,8 +227,8 @@ class CapturedCycles:
             return self._plain(held, buffers, settings, batch)
         if buffers.drafted != settings:
             self._launch_draft(held, buffers, settings, requests, read)
-        bucket = buffers.bucket(max(lengths) + buffers.most)
-        nodes, path, joined = buffers.nodes, buffers.path, any(copies)
+        bucket = buffers.bucket(max(lengths) + settings.tree.total_tokens)
+        nodes, path, joined = settings.tree.nodes, buffers.path, any(copies)
         if joined:
             nodes, path = buffers.most, self._launch_join(held, buffers, copies)
         if settings.budgeted:
@@ -382,7 +382,7 @@ def settings_of(
             return f"the rule {type(rule).__name__}"
     if drafts and not all(batch.has_positions(row, plan.tree.depth) for row in rows):
         return "texts near the last position of the drafter"
-    if drafts and any(len(batch.unread_tokens(row)) > plan.tree.verified(copying) for row in rows):
+    if drafts and any(len(batch.unread_tokens(row)) > plan.tree.total_tokens for row in rows):
         return "a drafter that is far behind the text"
     # All together.
     greedy = first.options.greedy

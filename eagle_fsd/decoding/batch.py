@@ -22,7 +22,7 @@ from ..drafting.config import TreeConfig
 from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
 from ..drafting.growth import Unread, catch_up_in_parts
-from ..drafting.sizing import Drafting, Plan, room_of
+from ..drafting.sizing import Drafting, Plan
 from ..drafting.tree import DraftTree
 from ..models.cache import TreeCache
 from ..models.causal_lm import prefill_part
@@ -153,7 +153,7 @@ class Batch:
         """Room for the whole texts, and for the largest cycle of any number of rows."""
         rows = len(self.requests)
         plans = [self.drafting.largest_plan(self.requests[:number]) for number in range(1, rows + 1)]
-        nodes, levels = room_of(plans, any(request.copying for request in self.requests))
+        nodes, levels = map(max, zip(*(plan.tree.room for plan in plans), strict=True))
         longest = max((request.positions for request in self.requests), default=0)
         return Room(rows, rows * (longest + nodes), nodes, levels)
 

@@ -17,8 +17,8 @@ class Room:
 
     Args:
         rows: maximum number. positions: of the target's cache, all rows together.
-        nodes, levels: positions that the largest cycle takes besides the text, see `drafting.sizing.room_of`: in both
-            caches, and further ones in the drafter's.
+        nodes, levels: positions that the largest cycle takes besides the text, see `TreeConfig.room`: in both caches,
+            and further ones in the drafter's.
     """
 
     rows: int

@@ -2,13 +2,11 @@
 
 Numbers of nodes, the root included unless it says otherwise:
 
-    total_tokens           TreeConfig           verified at most, copies included
-    scored_nodes           TreeConfig           scored by the drafter at most, without the root
-    nodes                  TreeConfig, Buffers  verified at most without copies
-    verified(copying), most  TreeConfig, Buffers  verified at most, with copies or without
-    wide                   Buffers              of the drafter, with which copies compete
-    nodes(scores)          Plan                 verified in this cycle
-    nodes                  Room                 `verified` of the largest tree: positions that a cycle takes
+    total_tokens   TreeConfig  verified at most, copies included
+    scored_nodes   TreeConfig  scored by the drafter at most, without the root
+    nodes          TreeConfig  verified at most without copies
+    nodes(scores)  Plan        verified in this cycle
+    wide           Buffers     of the drafter, with which copies compete
 """
 
 from __future__ import annotations
@@ -54,12 +52,8 @@ class TreeConfig:
 
     @property
     def nodes(self) -> int:
-        """Nodes verified per cycle: `total_tokens`, or fewer where fewer can be scored."""
+        """Nodes verified per cycle without copies: `total_tokens`, or fewer where fewer can be scored."""
         return min(self.total_tokens, self.scored_nodes + 1)
-
-    def verified(self, copying: bool) -> int:
-        """Nodes verified per cycle at most: copies fill `total_tokens` where fewer can be scored."""
-        return self.total_tokens if copying else self.nodes
 
     @property
     def path(self) -> int:
@@ -67,9 +61,10 @@ class TreeConfig:
         return min(self.depth, self.nodes - 1)
 
     @property
-    def drafted(self) -> int:
-        """Positions in the drafter's cache that the levels of a cycle take, at most."""
-        return self.depth * self.top_k
+    def room(self) -> tuple[int, int]:
+        """Positions that a cycle takes besides the text, at most: the nodes in both caches, and the levels' expanded
+        ones in the drafter's."""
+        return self.total_tokens, self.depth * self.top_k
 
 
 MOST_NODES = 64  # of a tree with copies, unless its `TreeConfig` has more, and of one whose size is chosen

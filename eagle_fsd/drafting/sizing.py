@@ -20,7 +20,7 @@ import json
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -190,22 +190,6 @@ class Plan:
         pace = max(self.pace, *map(operator.truediv, tokens, costs))
         surplus = [expected - pace * cost for expected, cost in zip(tokens, costs, strict=False)]
         return 1 + surplus.index(max(surplus))
-
-
-def room_of(plans: Iterable[Plan], copying: bool) -> tuple[int, int]:
-    """The most positions that a cycle with one of these plans takes besides the text: in the target's cache, and in the
-    drafter's.
-
-    Args:
-        copying: whether copies may join the trees.
-    """
-    nodes, levels = 1, 0
-    for plan in plans:
-        if plan.drafts or copying:
-            nodes = max(nodes, plan.tree.verified(copying))
-        if plan.drafts:
-            levels = max(levels, plan.tree.drafted)
-    return nodes, levels
 
 
 class Sizing:
