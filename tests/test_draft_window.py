@@ -13,7 +13,7 @@ import eagle_fsd
 from eagle_fsd import EagleModel, Session, TreeConfig
 from eagle_fsd.captured import buffers
 from eagle_fsd.heads.checkpoint import load_head, save_head
-from eagle_fsd.models import causal_lm
+from eagle_fsd.models import target as target_module
 from eval import draft_window
 
 TREE = TreeConfig(12, 3, 3)
@@ -89,7 +89,7 @@ def test_drafts_are_the_same_everywhere_and_lossless(kind, window, monkeypatch):
     found = [eagle_fsd.generate(prompts, pair, **options),
              [eagle_fsd.generate(prompts[0], pair, **options, session=session)]]
     with monkeypatch.context() as parts:
-        parts.setattr(causal_lm, "prefill_part", lambda device: 16)
+        parts.setattr(target_module, "prefill_part", lambda device: 16)
         parts.setattr("eagle_fsd.drafting.growth.prefill_part", lambda device: 16)
         found.append([eagle_fsd.generate(prompt, pair, **options) for prompt in prompts])
     for outputs in found:

@@ -16,7 +16,7 @@ from eagle_fsd.drafting.growth import Scored, rerank
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Prices, Sizing
 from eagle_fsd.loading.timing import greedy_batch
-from eagle_fsd.models import causal_lm
+from eagle_fsd.models import target as target_module
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils.topk import BLOCK, WORTH_IT, first_largest, largest
 
@@ -191,7 +191,7 @@ def test_levels_of_a_draft_model_are_read_as_plain_text(family, shape):
 def test_a_causal_model_drafts(same, shape, prompts, monkeypatch):
     """Where it is the target itself, all drafts are accepted; the texts are the target's in any case. A later request
     goes on with both caches."""
-    monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)  # prompts in parts
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)  # prompts in parts
     model, tree = tiny_target(), TreeConfig(*shape, draft_temperature=0.05)
     target, drafter = TargetModel(model), DraftModel(model if same else tiny_target(seed=1, num_hidden_layers=1))
     batch = greedy_batch(target, drafter, prompts, Plan(tree), 60)

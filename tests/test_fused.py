@@ -139,7 +139,7 @@ def test_one_that_computes_something_else_is_found_out(monkeypatch):
 
 def test_what_came_of_the_comparison_is_known_the_next_time(monkeypatch):
     compared, compare = [], TreeCheck.compare
-    monkeypatch.setattr(TreeCheck, "compare", lambda self, logits: compared.append(self) or compare(self, logits))
+    monkeypatch.setattr(TreeCheck, "compare", lambda self, *forward: compared.append(self) or compare(self, *forward))
     model, other = tiny_target(), tiny_target("gemma")
     for fused, count in ((False, 1), (True, 2), (True, 2), (False, 2)):
         target = EagleModel.from_parts(model, None, fused=fused).target

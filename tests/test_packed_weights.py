@@ -510,7 +510,7 @@ class TestFloat32OverWeightsOf16Bits:
         first = eagle_fsd.load(target, head, **options)
         (file,) = (tmp_path / "cache" / "checked").iterdir()
         with monkeypatch.context() as context:
-            context.setattr("eagle_fsd.models.causal_lm.TreeCheck", lambda *_, **__: pytest.fail("checked again"))
+            context.setattr("eagle_fsd.models.target.TreeCheck", lambda *_, **__: pytest.fail("checked again"))
             pair = eagle_fsd.load(target, head, **options)
         assert stored == [torch.bfloat16] * 2 and pair.target.dtype == pair.target.model.dtype == torch.float32
         assert {weight.dtype for weight in pair.target.model.parameters()} == {torch.float32}
@@ -526,6 +526,6 @@ class TestFloat32OverWeightsOf16Bits:
     def test_a_head_that_does_not_fit_is_refused_before_the_work(self, tmp_path, monkeypatch):
         target, head = self.saved(tmp_path, torch.bfloat16)
         eagle_fsd.save_head(tiny_head(tiny_target(vocab_size=40)), tmp_path / "other")
-        monkeypatch.setattr("eagle_fsd.models.causal_lm.pack", lambda *_: pytest.fail("packed"))
+        monkeypatch.setattr("eagle_fsd.models.target.pack", lambda *_: pytest.fail("packed"))
         with pytest.raises(ValueError, match="does not fit the target: its vocabulary size is 40"):
             eagle_fsd.load(target, tmp_path / "other", device="cpu", tree=None)

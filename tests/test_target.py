@@ -6,16 +6,15 @@ from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.drafting.growth import Unread, catch_up, catch_up_in_parts
-from eagle_fsd.models import causal_lm
-from eagle_fsd.models.causal_lm import find_norm
-from eagle_fsd.models.target import TargetModel
+from eagle_fsd.models import target as target_module
+from eagle_fsd.models.target import TargetModel, find_norm
 
 TREE = TreeConfig(8, 3, 2)
 
 
 @pytest.fixture
 def parts_of_five(monkeypatch):
-    monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama4_text", "deepseek_v3", "gpt2"])
@@ -24,7 +23,7 @@ def test_a_prompt_in_parts_gives_the_same_features(family, monkeypatch):
     target = TargetModel(tiny_target(family), check=False)
     tokens = torch.tensor([PROMPT * 2])
     whole = target.prefill(tokens, target.new_cache(30))
-    monkeypatch.setitem(causal_lm.PREFILL, "cpu", 5)
+    monkeypatch.setitem(target_module.PREFILL, "cpu", 5)
     cache = target.new_cache(30)
     torch.testing.assert_close(target.prefill(tokens, cache), whole, rtol=1e-4, atol=1e-4)
     assert cache.length == 24

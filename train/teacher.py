@@ -21,11 +21,10 @@ from eagle_fsd.data.documents import Documents, split_by_size
 from eagle_fsd.heads.output_rows import OutputRows
 from eagle_fsd.loading.load import load_model
 from eagle_fsd.loading.pair import EagleModel
-from eagle_fsd.models.causal_lm import output_logits
 from eagle_fsd.models.digest import config_digest
 from eagle_fsd.models.linear import CLASSES, check_quantization
 from eagle_fsd.models.loading import load_target
-from eagle_fsd.models.target import TargetModel, copy_to
+from eagle_fsd.models.target import TargetModel, copy_to, output_logits
 from eagle_fsd.utils.files import check_same
 
 from .config import TrainingConfig

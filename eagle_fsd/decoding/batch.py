@@ -25,8 +25,7 @@ from ..drafting.growth import Unread, catch_up_in_parts
 from ..drafting.sizing import Drafting, Plan
 from ..drafting.tree import DraftTree
 from ..models.cache import TreeCache
-from ..models.causal_lm import prefill_part
-from ..models.target import TargetModel
+from ..models.target import TargetModel, prefill_part
 from .request import Request
 from .room import Room
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..models.cache import BucketCache, TreeCache
-from ..models.causal_lm import prefill_part
-from ..models.target import TargetModel
+from ..models.target import TargetModel, prefill_part
 from ..utils.topk import largest
 from .config import TreeConfig
 from .curves import log_rates

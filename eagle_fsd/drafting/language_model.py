@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.cache import BucketCache, TreeCache
-from ..models.causal_lm import CausalLM
-from ..models.target import TargetModel
+from ..models.target import CausalLM, TargetModel
 from ..utils.text import token_difference
 from .drafter import Drafter
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..models.causal_lm import output_logits
 from ..models.linear import device_of, dtype_of, linear_of, pack
-from ..models.target import TargetModel
+from ..models.target import TargetModel, output_logits
 
 
 @dataclass(eq=False)

@@ -20,11 +20,10 @@ from ..heads.checkpoint import is_causal_lm, load_head
 from ..heads.eagle import DraftHead
 from ..heads.output_rows import OutputRows
 from ..models import GROUPED, STOCK
-from ..models.causal_lm import CausalLM
 from ..models.linear import check_quantization, device_of
 from ..models.loading import check_device, convert_buffers, load_compact, load_target
 from ..models.memory import trim
-from ..models.target import TargetModel
+from ..models.target import CausalLM, TargetModel
 from ..options.load import LoadKeywords, LoadOptions
 from ..options.option import lists_options
 from ..utils.locks import one_at_a_time

@@ -21,12 +21,11 @@ from ..drafting.drafter import Drafter
 from ..drafting.language_model import DraftModel
 from ..drafting.sizing import Drafting, Plan, Sizing
 from ..loading.timing import known_latency
-from ..models.causal_lm import read_structure
 from ..models.check import PASSED
 from ..models.digest import weights_digest
 from ..models.linear import check_quantization, packed_form, packed_layers
 from ..models.memory import trim
-from ..models.target import TargetModel
+from ..models.target import TargetModel, read_structure
 from ..utils.files import remembered
 from ..utils.locks import Lock
 from ..utils.version import code_version

@@ -5,6 +5,7 @@ B rows of the check, N = 5 nodes of its tree, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ TREE_PATHS = [0, 1, 3, 4], [0, 2]
 TEXT_LENGTHS = 9, 5  # tokens before the tree, in each row
 STRUCTURES = 4  # of each model that are remembered as checked
 
-# For each model that has passed the check, by whether `FusedDecoder` was asked for and `causal_lm.read_structure`: why
+# For each model that has passed the check, by whether `FusedDecoder` was asked for and `target.read_structure`: why
 # the fused decoder does not serve it, or None if it does. Threads share these dictionaries: none changes.
 PASSED: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = weakref.WeakKeyDictionary()
 
@@ -75,7 +76,7 @@ class TreeCheck:
     rows, after texts of different lengths; in one row if the model takes positions from the cache.
 
     Args:
-        adapter: a `causal_lm.CausalLM`.
+        adapter: a `target.CausalLM`.
 
     Raises:
         ValueError: the model's own forward fails, or its logits are not finite.
@@ -99,9 +100,11 @@ class TreeCheck:
             self.expected[row, path] = path_logits[length : length + len(path)]
 
     @torch.inference_mode()
-    def compare(self, adapter: Any) -> None:
-        """Raise ValueError unless the logits of the tree by `prefill` and `verify` are as expected."""
-        rows, place = len(self.lengths), adapter.input_device
+    def compare(self, adapter: Any, forward: Any) -> None:
+        """Raise ValueError unless the logits of the tree by `prefill` and `verify` are as expected, with this
+        `target.Forward` in place of the adapter's own."""
+        adapter = copy.copy(adapter)
+        adapter.computation, rows, place = forward, len(self.lengths), adapter.input_device
         with refused("it cannot verify a tree"):
             cache = adapter.new_cache(TEXT_LENGTHS[0] + len(TREE_MASK), rows)
             adapter.prefill(self.texts, cache)
