@@ -61,8 +61,8 @@ class Row:
 
     def copy(self) -> Row:
         """A parked copy, whose caches have no spare capacity."""
-        return replace(self, tokens=self.cached, caches=[cache.copy_of_row(self.number) for cache in self.caches],
-                       number=0, features=list(self.features))
+        caches = [cache.resized(max(1, cache.lengths[self.number]), 1, [self.number]) for cache in self.caches]
+        return replace(self, tokens=self.cached, caches=caches, number=0, features=list(self.features))
 
     def shared(self, request: Request) -> tuple[int, list[Tensor]]:
         """The number of positions that it shares with another request's prompt, and the features of those positions
@@ -171,7 +171,8 @@ class Batch:
                 kept, self.features[0] = parked.shared(self.requests[0])
                 for cache in parked.caches:
                     cache.truncate(kept)
-                return [cache.with_room(size) for cache, size in zip(parked.caches, rooms, strict=True)]
+                return [cache if size <= cache.capacity else cache.resized(max(size, 2 * cache.capacity), 1)
+                        for cache, size in zip(parked.caches, rooms, strict=True)]
         if self._fixed:
             return self.captured.caches(rooms, rows)
         return [model.new_cache(size, rows) for model, size in zip(self.models, rooms, strict=True)]

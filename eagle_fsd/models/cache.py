@@ -48,9 +48,9 @@ class TreeCacheLayer(CacheLayerMixin):
         """Append keys and values [B, H, N, D]; return those of all slots up to the longest row's end, as views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, count = self.cache.start_of(self), key_states.shape[-2]
+        start, count = self.start, key_states.shape[-2]
         self.appended += count
-        end, held = self.cache.end_of(self), []
+        end, held = self.end, []
         for mine, states in ((self.keys, key_states), (self.values, value_states)):
             mine = mine[self.cache.rows]
             if isinstance(start, int):
@@ -61,11 +61,26 @@ class TreeCacheLayer(CacheLayerMixin):
             held.append(mine[:, :, :end])
         return tuple(held)
 
+    @property
+    def start(self) -> int | Tensor:
+        """The slot of the next position: of all rows, or [B] long if they differ."""
+        committed = self.cache.committed
+        if len(set(committed)) == 1:
+            return committed[0] + self.appended
+        return torch.tensor(committed, device=self.layer_device) + self.appended
+
+    @property
+    def end(self) -> int:
+        """The end of the longest row."""
+        end, capacity = max(self.cache.committed, default=0) + self.appended, self.cache.capacity
+        assert end <= capacity, f"{end} positions exceed the capacity of {capacity}"
+        return end
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.end_of(self) + query_length, 0
+        return self.end + query_length, 0
 
     def get_seq_length(self) -> int | Tensor:
-        return self.cache.end_of(self) + self.cache.position_offset
+        return self.end + self.cache.position_offset
 
     def get_max_length(self) -> int:
         return self.cache.capacity
@@ -91,7 +106,7 @@ class TreeCache(Cache):
         self.rows = slice(0, batch)  # that a forward reads and writes
         # For models that take positions from the cache: the nodes' positions [N] minus their slots.
         self.position_offset: Tensor | int = 0
-        self._lengths = [0] * batch  # of the rows at the last commit
+        self.committed = [0] * batch  # of the rows at the last commit
         self.allocated: list[Tensor] = []  # the storage so far: [layers, 2, B, H, C, D], or 1 in place of 2
         self._spare = spare
         self._free: dict[tuple, list[Tensor]] = {}  # unassigned [2, B, H, C, D], by device and shape
@@ -143,27 +158,15 @@ class TreeCache(Cache):
         self.allocated.append(storage)
         return storage
 
-    def end_of(self, layer: TreeCacheLayer) -> int:
-        """The end of the longest row in a layer."""
-        end = max(self._lengths, default=0) + layer.appended
-        assert end <= self.capacity, f"{end} positions exceed the capacity of {self.capacity}"
-        return end
-
-    def start_of(self, layer: TreeCacheLayer) -> int | Tensor:
-        """See `start`."""
-        if len(set(self._lengths)) == 1:
-            return self._lengths[0] + layer.appended
-        return torch.tensor(self._lengths, device=layer.layer_device) + layer.appended
+    @property
+    def start(self) -> int | Tensor:
+        """See `TreeCacheLayer.start`."""
+        return self.layers[0].start
 
     @property
     def length(self) -> int:
         """The end of the longest row."""
-        return self.end_of(self.layers[0])
-
-    @property
-    def start(self) -> int | Tensor:
-        """The slot of the next position: of all rows, or [B] long if they differ."""
-        return self.start_of(self.layers[0])
+        return self.layers[0].end
 
     def end(self, count: int) -> int:
         """The number of slots that a forward of `count` tokens reads."""
@@ -177,11 +180,11 @@ class TreeCache(Cache):
     @property
     def lengths(self) -> list[int]:
         """The number of positions of each row, appended ones included."""
-        return [length + self.layers[0].appended for length in self._lengths]
+        return [length + self.layers[0].appended for length in self.committed]
 
     @lengths.setter
     def lengths(self, lengths: Sequence[int]) -> None:
-        self._lengths = list(lengths)
+        self.committed = list(lengths)
         for layer in self.layers:
             layer.appended = 0
 
@@ -233,12 +236,6 @@ class TreeCache(Cache):
                     storage[..., target, :, : lengths[target], :] = states
         self.rows, self.lengths = slice(0, len(rows)), lengths
 
-    def with_room(self, capacity: int) -> TreeCache:
-        """This cache if its capacity suffices, else a copy, at least twice as large."""
-        if capacity <= self.capacity:
-            return self
-        return self.resized(max(capacity, 2 * self.capacity), len(self.lengths))
-
     def resized(self, capacity: int, batch: int, rows: Sequence[int] | None = None) -> TreeCache:
         """A new cache of this size with the same sequences, or with some of them."""
         other = TreeCache([layer.layer_device for layer in self.layers], capacity, batch)
@@ -246,10 +243,6 @@ class TreeCache(Cache):
         for row in range(len(self.lengths)) if rows is None else rows:
             other.add_row(self, row)
         return other
-
-    def copy_of_row(self, row: int) -> TreeCache:
-        """A copy of one sequence, whose capacity is its length."""
-        return self.resized(max(1, self.lengths[row]), 1, [row])
 
     def add_row(self, source: TreeCache, row: int) -> None:
         """Append a sequence of another cache after the others."""
