@@ -266,10 +266,3 @@ def check_shape(layer: nn.Module, config: PreTrainedConfig) -> None:
     activation = getattr(config, "hidden_act", None)
     if own or activation not in ("silu", "swish"):
         raise Unsupported(f"its layers have {', '.join(own) or f'the activation {activation}'}")
-    others = {type(part).__name__ for name, part in parts.items() if name.endswith("_proj")
-              and not hasattr(part, "out_features")}
-    if others:
-        raise Unsupported(f"its layers have a {', '.join(others)}")
-    missing = [name for name in ("head_dim", "scaling") if not hasattr(layer.self_attn, name)]
-    if missing:
-        raise Unsupported(f"its attention has no {' and no '.join(missing)}")
