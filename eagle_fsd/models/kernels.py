@@ -13,7 +13,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -96,9 +95,6 @@ def has_fbgemm() -> bool:
     return torch.equal(found.double(), rows.double() @ numbers.double().T)
 
 
-_measuring = Lock()
-
-
 def fastest_kernel(outputs: int, inputs: int) -> type[Kernel]:
     """The kernel for weights of this shape. It is measured once on a machine, and stored in the user's cache directory.
 
@@ -106,8 +102,7 @@ def fastest_kernel(outputs: int, inputs: int) -> type[Kernel]:
     """
     if outputs * inputs < LEAST or not has_fbgemm():
         return OneDNN
-    with _measuring:
-        return _fastest(min(outputs, max(1, MOST // inputs)), inputs, torch.get_num_threads())
+    return _fastest(min(outputs, max(1, MOST // inputs)), inputs, torch.get_num_threads())
 
 
 @functools.cache
