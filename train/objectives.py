@@ -1,8 +1,8 @@
 """What a draft head is trained to minimise.
 
-T tokens of a pack of texts, N positions that predict (`eagle_fsd.heads.unrolling`), M learned ones among them, C those
-whose distributions are compared, D hidden size, F width of the target's features (`TargetModel`), V target vocabulary,
-R draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
+T tokens of a pack of texts, N positions that predict (`unrolling`), M learned ones among them, C those whose
+distributions are compared, D hidden size, F width of the target's features (`TargetModel`), V target vocabulary, R
+draft vocabulary (R = V by default). p is the target's next-token distribution, q the head's.
 
 Training unrolls the head as decoding does. One step is the published EAGLE-1/2 training. Several steps are HASS or,
 without feature regression, the training of EAGLE-3. Logits [C, R] never exist as a whole: they are computed in chunks
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.unrolling import predicting, unroll
 from eagle_fsd.utils.checks import require_integer, require_number
+
+from .unrolling import predicting, unroll
 
 MOST_STEPS = 32  # each step needs the memory of one more forward pass
 LK_ETA = 3.0  # the paper's best

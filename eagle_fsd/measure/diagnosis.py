@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from ..data.questions import Question
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import LAST_NORM, Eagle3Head
 from ..heads.layouts import read_json
-from ..heads.unrolling import unroll
 from ..inputs.prompts import encode_prompts
 from ..inputs.requests import check_length
 from ..loading.pair import EagleModel
@@ -65,7 +64,7 @@ class OtherConfig:
     squares: float = 0.0
 
     def apply(self, head: DraftHead) -> DraftHead:
-        """A head with these fields and the same weights, for `unroll`."""
+        """A head with these fields and the same weights."""
         changed, rope = copy.copy(head), dict(head.config.rope_parameters)
         vars(changed)["_modules"] = dict(head._modules)
         if "rope_scaling" in self.fields:
@@ -78,6 +77,7 @@ class OtherConfig:
             changed.norm_output = self.fields["norm_output"]
         if LAST_NORM in self.fields:
             changed.norm = nn.Identity()
+        changed.refresh()
         return changed
 
 
@@ -193,6 +193,26 @@ def other_configs(head: DraftHead) -> list[OtherConfig]:
     return others
 
 
+def chains(
+    head: DraftHead,
+    features: Tensor,  # [T, F] of the target
+    tokens: Tensor,  # [T]
+) -> Iterator[Tensor]:
+    """Yield the predictions [T - 2, D] of each step of the chains of drafts that begin at every position: number i is
+    compared with token i + 2. In step 1 the head reads the target's features, then its own prediction for the position
+    before. A step is computed as one level of a tree in which each node sees the text up to its chain's beginning."""
+    count, device = len(tokens) - 2, tokens.device
+    inputs = true = head.to_states(features[None, :-2])
+    itself = torch.eye(count, dtype=torch.bool, device=device)[None]
+    ancestors = torch.ones_like(itself).tril()  # [1, T - 2, (T - 2) * steps]
+    cache = head.new_cache(count * STEPS)
+    for _ in range(STEPS):
+        predicted = head.predict(inputs, tokens[None, 1:-1], torch.arange(count, device=device)[None], ancestors, cache)
+        yield predicted[0]
+        inputs = torch.cat([true[:, :1], predicted[:, :-1]], 1)
+        ancestors = torch.cat([nn.functional.pad(ancestors[:, :-1], (0, 0, 1, 0)), itself], -1)
+
+
 def agreements(
     head: DraftHead,
     features: Tensor,  # [T, F] of the target
@@ -203,7 +223,7 @@ def agreements(
 ) -> Tensor:  # [STEPS, C] bool
     """Whether the head's best token is the target's, at each step of a chain of drafts."""
     return torch.stack([head.own_logits(predicted[at - 2], target.logits).argmax(-1) == likeliest
-                        for predicted in unroll(head, features, tokens, [len(tokens)], STEPS)])
+                        for predicted in chains(head, features, tokens)])
 
 
 @torch.no_grad()
@@ -216,6 +236,7 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
     Raises:
         ValueError: no token is learned.
     """
+    model.refresh()
     head, target = model.draft, model.target
     if not documents.learnable(range(len(documents))):
         raise ValueError("the documents have no learned token")

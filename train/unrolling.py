@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from .eagle import DraftHead
+from eagle_fsd.heads.eagle import DraftHead
 
 UNROLLED = "eagle_fsd_unrolled"  # name of the attention
 # Scores in one block of queries: they stay in a CPU's cache, and make kernels on CUDA large.
