@@ -9,8 +9,8 @@ from tiny import SIZES, tiny_pair, tiny_target
 from transformers import LlamaConfig
 
 from eagle_fsd import EagleModel
+from eagle_fsd.heads.eagle import OutputRows
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.output_rows import OutputRows
 from train import objectives, unrolling
 from train.objectives import (
     OBJECTIVES,

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eagle_fsd.data.documents import Documents, split_by_size
-from eagle_fsd.heads.output_rows import OutputRows
+from eagle_fsd.heads.eagle import OutputRows
 from eagle_fsd.loading.load import load_model
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import config_digest

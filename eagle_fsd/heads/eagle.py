@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
@@ -23,11 +24,10 @@ from ..models.cache import BucketCache, TreeCache, cache_name, rows_and_slots
 from ..models.digest import weights_digest
 from ..models.fused import FIXED_ROPE, FusedLayer, Rotary, version_of
 from ..models.hooks import structure_of
-from ..models.linear import Joined, pack
+from ..models.linear import Joined, device_of, dtype_of, linear_of, pack
 from ..models.masks import SLIDING, additive, causal_ancestors, in_reach, keys_in_window, visible_keys
-from ..models.target import TargetModel
+from ..models.target import TargetModel, output_logits
 from ..utils.checks import require_integer
-from .output_rows import OutputRows
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DraftHead(nn.Module, Drafter):
         self._built = self._structure()
         self.refresh()
         self.register_buffer("token_map", None, persistent=False)  # [R] long, ascending; see `limit_vocabulary`
-        self.output_rows: Callable[[Tensor], Tensor] | None = None  # [..., D] -> [..., R], of the target's output layer
+        self.output_rows: OutputRows | None = None
 
     def _build(self, config: LlamaConfig, bias: bool) -> None:
         """Create the modules between the embeddings and the logits."""
@@ -330,7 +330,7 @@ class DraftHead(nn.Module, Drafter):
         self.original_digest = weights_digest(self)
         Joined((self, "fc")).pack(None)  # never int8: its row also has small embeddings
         pack(self, form, groups=self.fused[0].joined if self.fused else ())
-        if isinstance(self.output_rows, OutputRows):
+        if self.output_rows is not None:
             self.output_rows.pack(form, target.lm_head)
 
     def own_logits(self, states: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
@@ -354,9 +354,64 @@ class DraftHead(nn.Module, Drafter):
         named = self.draft_tokens
         return torch.ones_like(tokens, dtype=torch.bool) if named is None else torch.isin(tokens, named)
 
-    def named(
-        self,
-        numbers: Tensor,  # [...] long, indices into `own_logits`
-    ) -> Tensor:  # [...] long
-        """The target's ids of these tokens."""
-        return numbers if self.draft_tokens is None else self.draft_tokens[numbers]
+
+@dataclass(eq=False)
+class OutputRows:
+    """The target's output layer for the tokens that a head drafts: [..., D] -> [..., R] in float32, scaled and capped.
+
+    Args:
+        source: the output layer from which the rows were copied.
+    """
+
+    source: nn.Module
+    layer: nn.Linear  # D -> R
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        lm_head: nn.Module,  # the whole layer, of weight [V, D]
+        tokens: Tensor,  # [R] long
+        scale: float,
+        softcap: float | None,
+    ) -> OutputRows:
+        bias = getattr(lm_head, "bias", None)
+        layer = linear_of(lm_head.weight[tokens], None if bias is None else bias[tokens])
+        return cls(lm_head, layer, scale, softcap)
+
+    @classmethod
+    @torch.no_grad()
+    def copied(
+        cls,
+        target: TargetModel,
+        tokens: Tensor,  # [R] long
+    ) -> OutputRows | None:
+        """The rows of a target's output layer, which give its logits; None: the layer cannot be split."""
+        weight = target.lm_head.weight
+        if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or not weight.is_floating_point():
+            return None  # quantised, sharded or offloaded
+        rows = cls.of(target.lm_head, tokens, target.scale, target.softcap)
+        sample = torch.linspace(-1, 2, target.hidden_size, device=weight.device).to(target.dtype)
+        whole = target.logits(sample)[tokens]
+        return rows if torch.allclose(rows(sample), whole, rtol=1e-2, atol=1e-2 * whole.abs().max().item()) else None
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return output_logits(self.layer, features.to(dtype_of(self.layer)), self.scale, self.softcap)
+
+    def copied_from(self, lm_head: nn.Module) -> bool:
+        """Whether the rows were copied from this output layer, in its present dtype and on its device."""
+        return (self.source is lm_head and dtype_of(self.layer) == dtype_of(lm_head)
+                and device_of(self.layer) == device_of(lm_head))
+
+    def pack(self, form: str | None, lm_head: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Pack the rows.
+
+        Args:
+            lm_head: the target's output layer, packed by now.
+            dtype: see `CausalLM.pack`.
+        """
+        parent = nn.Sequential(self.layer)
+        pack(parent, form, dtype)
+        self.layer, self.source = parent[0], lm_head

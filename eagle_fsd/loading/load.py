@@ -17,8 +17,7 @@ from ..drafting.curves import read_curves
 from ..drafting.language_model import DraftModel
 from ..heads.catalogue import display_name, find_pair
 from ..heads.checkpoint import is_causal_lm, load_head
-from ..heads.eagle import DraftHead
-from ..heads.output_rows import OutputRows
+from ..heads.eagle import DraftHead, OutputRows
 from ..models import GROUPED, STOCK
 from ..models.linear import check_quantization, device_of
 from ..models.loading import check_device, convert_buffers, load_compact, load_target

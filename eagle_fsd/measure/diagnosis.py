@@ -275,7 +275,8 @@ def examine(model: EagleModel, documents: Documents) -> Findings:
             inputs, following = head.to_states(features[:, shift : shift - 2 or None]), tokens[:, 1:-1]
             positions = torch.arange(following.shape[1], device=device)[None]
             predicted = head(inputs, following, positions)[0, at - 2]  # [M, D]
-            token = head.named(head.own_logits(predicted, target.logits).argmax(-1))
+            token = head.own_logits(predicted, target.logits).argmax(-1)
+            token = token if head.draft_tokens is None else head.draft_tokens[token]
             totals.shifted[shift] += (token == best)[counted].sum().cpu()
             if shift:
                 totals.shifted[2] += (token[counted] == after).sum().cpu()
