@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
 from eagle_fsd.data.documents import Documents
+from eagle_fsd.data.token_counts import TokenCounts
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import LAYER_IDS, Eagle3Head
-from eagle_fsd.heads.vocabulary import TokenCounts
 from eagle_fsd.models.fused import FIXED_ROPE
 
 from .config import SIZES, TrainingConfig

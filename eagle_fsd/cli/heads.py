@@ -195,9 +195,9 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
+        from ..data.token_counts import count_tokens
         from ..heads.checkpoint import TOKEN_MAP, copy_head, load_head, require_empty, save_token_map
         from ..heads.eagle3 import Eagle3Head
-        from ..heads.vocabulary import count_tokens
 
         if not self.data:
             raise ValueError("--data needs a file or a dataset")

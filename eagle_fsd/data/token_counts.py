@@ -1,4 +1,4 @@
-"""Choose a draft vocabulary: the most frequent tokens of the target's answers (FR-Spec, arXiv 2502.14856).
+"""Count the tokens of answers: the most frequent ones are a draft vocabulary (FR-Spec, arXiv 2502.14856).
 
 V vocabulary of the target, R of the draft.
 """
@@ -15,8 +15,8 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.conversations import read_records
-from ..data.documents import Documents, is_dataset
+from .conversations import read_records
+from .documents import Documents, is_dataset
 
 log = logging.getLogger(__name__)
 BLOCK = 1024  # tokens; every tenth block is held out to measure the coverage
