@@ -110,14 +110,12 @@ class GatingRule(FuzzyRule):
         if nodes.known_empty(would_stop):
             return Weights()
         candidates = would_stop & self.candidates(nodes)
-        gated = candidates.any(-1)
         if nodes.known_empty(candidates):
             return Weights()
         passes, divergence = self.gate(nodes)
         if divergence is not None:
-            divergence = torch.where(gated, divergence, math.nan)
-        allowed = candidates & passes
-        return Weights(divergence=divergence) if nodes.known_empty(allowed) else only(nodes, allowed, divergence)
+            divergence = torch.where(candidates.any(-1), divergence, math.nan)
+        return only(nodes, candidates & passes, divergence)
 
 
 def only(nodes: Nodes, eligible: Tensor, divergence: Tensor | None = None) -> Weights:
