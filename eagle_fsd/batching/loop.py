@@ -17,10 +17,9 @@ from functools import partial
 import torch
 
 from ..decoding import cycle
-from ..decoding.batch import ALLOCATION_ERRORS, Batch, Row, shared_prefix
+from ..decoding.batch import ALLOCATION_ERRORS, Batch, Room, Row, shared_prefix
 from ..decoding.output import Counts, Receipt, counted
 from ..decoding.request import Request
-from ..decoding.room import Room
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS
 from ..drafting.sizing import Drafting
@@ -243,8 +242,7 @@ class Loop:
         try:
             self.batch.make_room([request])
             plan = self.batch.drafting.largest_plan(together)
-            caches = [model.new_cache(len(request.tokens)) for model in self.batch.models]
-            alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan), caches=caches)
+            alone = Batch(self.model.target, self.model.draft, [request], Drafting(lambda _: plan))
             self.prefixes.copy_into(alone, self.batch)
             self.prefilling = alone
         except Exception as error:

@@ -12,25 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..acceptance import Rule
 from ..drafting.config import TreeConfig
-from ..drafting.copies import Copies
 from ..drafting.drafter import Drafter, weights_key
 from ..drafting.growth import Unread, catch_up_in_parts
-from ..drafting.sizing import Drafting, Plan
+from ..drafting.sizing import Drafting
 from ..drafting.tree import DraftTree
 from ..models.cache import TreeCache
 from ..models.target import TargetModel, prefill_part
 from .request import Request
-from .room import Room
 
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
+MULTIPLE = 256  # the capacity of a row is a multiple of this many positions
+LEAST = 256  # new tokens after a prompt that takes all of a row's share
 # What an allocation that fails raises: PyTorch's on a CPU, a plain RuntimeError. Other errors of a forward are alike.
 ALLOCATION_ERRORS = MemoryError, RuntimeError
 STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
@@ -94,18 +93,48 @@ class Session:
     row: Row | None = None  # of the last request
 
 
-class Captured(Protocol):
-    """Runs the cycles of a pair as captured programs, see `captured.cycle.CapturedCycles`."""
+@dataclass(frozen=True)
+class Room:
+    """The limits of the caches of a batch, and what a cycle takes of them.
 
-    def support(self, target: TargetModel, drafter: Drafter | None) -> bool: ...
+    Args:
+        rows: maximum number. positions: of the target's cache, all rows together.
+        nodes, levels: positions that the largest cycle takes besides the text, see `TreeConfig.room`: in both caches,
+            and further ones in the drafter's.
+    """
 
-    def caches(self, rooms: Sequence[int], rows: int) -> list[TreeCache]: ...
+    rows: int
+    positions: int
+    nodes: int
+    levels: int
 
-    def groups(self, batch: Batch) -> list[slice]: ...
+    @property
+    def longest(self) -> int:
+        """The maximum number of tokens of a text."""
+        return self.positions - self.nodes
 
-    def step(
-        self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
-    ) -> list | None: ...
+    def share(self, length: int) -> int:
+        """The maximum number of tokens of a text that leaves room for other rows, after a prompt of this length."""
+        return max(self.positions // self.rows - self.nodes, min(length + LEAST, self.longest))
+
+    def require(self, request: Request) -> None:
+        """Raise ValueError if the request can never fit."""
+        if request.positions > self.longest:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
+                             f"need {request.positions} positions, but the engine has room for {self.longest}")
+
+    def size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
+        """Rows of caches for these requests, and the length of a text in them; None: there is no room."""
+        needed, rows = max(request.positions for request in requests) + self.nodes, len(requests)
+        if rows > self.rows or rows * needed > self.positions:
+            return None
+        room = min(-(-needed // MULTIPLE) * MULTIPLE, self.positions // rows)
+        length = room - self.nodes
+        return min(1 << (rows - 1).bit_length(), self.most_rows(length)), length
+
+    def most_rows(self, length: int) -> int:
+        """The maximum number of rows with texts of this length."""
+        return min(self.rows, self.positions // (length + self.nodes))
 
 
 class Batch:
@@ -118,9 +147,8 @@ class Batch:
         drafting: the policy, new for each batch.
         parked: for a single request, the row of an earlier one, which cannot be used afterwards: its caches become
             those of the batch, up to the first token that differs from the prompt.
-        caches: empty ones of target and drafter, for prefills alone; None: they grow with the texts, see `make_room`.
         room: the limits of caches that other requests may join; None: there are none.
-        captured: runs those cycles of these models that can be captured; None: no cycle is captured.
+        captured: the `captured.cycle.CapturedCycles` of these models; None: no cycle is captured.
         observe: called after each drafted cycle, none of which is captured then, see `api.decode_requests`.
 
     Attributes:
@@ -129,8 +157,7 @@ class Batch:
 
     def __init__(
         self, target: TargetModel, drafter: Drafter | None, requests: Sequence[Request], drafting: Drafting, *,
-        parked: Row | None = None, caches: list[TreeCache] | None = None, room: Room | None = None,
-        captured: Captured | None = None,
+        parked: Row | None = None, room: Room | None = None, captured: Any = None,
         observe: Callable[[DraftTree, list[Tensor], list[list[int]]], None] | None = None,
     ) -> None:
         self.target, self.drafter, self.requests, self.drafting = target, drafter, list(requests), drafting
@@ -146,7 +173,7 @@ class Batch:
         self.room = self._own_room() if room is None else room
         # For each row the target's features [T, F] of its last T positions, in parts; empty if the drafter reads none.
         self.features: list[list[Tensor]] = [[] for _ in self.requests]
-        self.caches = self._new_caches(parked) if caches is None else caches
+        self.caches = self._new_caches(parked)  # they grow with the texts, see `make_room`
 
     def _own_room(self) -> Room:
         """Room for the whole texts, and for the largest cycle of any number of rows."""

@@ -63,21 +63,15 @@ def step(batch: Batch, joining: Sequence[Request] = ()) -> list[list[Receipt]]:
         For each request, receipts of the new tokens of its answer; none if it was left out, or if an error ended it,
         see `Request.error`.
     """
-    count = len(batch.requests)
-    groups = [slice(0, count)] if batch.captured is None else batch.captured.groups(batch)
-    emitted = [receipts for rows in groups for receipts in _step_of(batch, rows, joining)]
-    return emitted + [[]] * (count - len(emitted))
-
-
-def _step_of(batch: Batch, rows: slice, joining: Sequence[Request]) -> list[list[Receipt]]:
-    """A cycle of some rows."""
-    try:
-        batch.make_room(joining)
-        with batch.only(rows):
-            return _cycle(batch)
-    except ALLOCATION_ERRORS as error:
-        max(batch.requests[rows], key=lambda request: len(request.tokens)).finish("error", error)
-        return [[] for _ in batch.requests[rows]]
+    emitted: list[list[Receipt]] = [[] for _ in batch.requests]
+    for rows in [slice(0, len(emitted))] if batch.captured is None else batch.captured.groups(batch):
+        try:
+            batch.make_room(joining)
+            with batch.only(rows):
+                emitted[rows] = _cycle(batch)
+        except ALLOCATION_ERRORS as error:
+            max(batch.requests[rows], key=lambda request: len(request.tokens)).finish("error", error)
+    return emitted
 
 
 def _cycle(batch: Batch) -> list[list[Receipt]]:
