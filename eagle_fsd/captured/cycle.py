@@ -22,8 +22,9 @@ from torch import Tensor
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
 from ..decoding.batch import ALLOCATION_ERRORS, Batch
-from ..decoding.processing import CAPTURABLE, shared_processors
+from ..decoding.processing import CAPTURABLE
 from ..decoding.request import EXACT, Request
+from ..decoding.verified import shared_processors
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS, Copies
 from ..drafting.drafter import Drafter, weights_key
@@ -395,10 +396,9 @@ def settings_of(
     weights = noise_weights_of(requests, rules) if drafts else [0.0]
     if any(weights) and not all(weights):
         return "requests with and without a share of the target's noise in one batch"
-    key = tuple((type(processor), *vars(processor).items()) for processor in first.processors)
     fuzzy = [request for request in requests if rule != EXACT]
     return Settings(
-        plan.tree if drafts else None, copying, rule, greedy, key, any(weights),
+        plan.tree if drafts else None, copying, rule, greedy, first.processors_key, any(weights),
         any(request.options.budget is not None for request in fuzzy),
         len(own) > 1 or any(request.marks is not None for request in fuzzy))
 

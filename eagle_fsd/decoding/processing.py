@@ -27,7 +27,6 @@ from transformers.generation.logits_process import (
 )
 
 from ..utils.topk import largest
-from .request import Request
 
 
 class CountPenalty(LogitsProcessor):
@@ -75,7 +74,7 @@ WARPERS = (
 )
 # Those that captured cycles apply to both.
 CAPTURABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopP, TopPLogitsWarper, MinPLogitsWarper)
-# Processors whose result does not depend on earlier tokens: one call serves all rows.
+# Processors whose result does not depend on earlier tokens.
 CONTEXT_FREE = (*WARPERS, SuppressTokensLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization)
 # Processors with a state, which expect one call per token in the order of the text.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -99,19 +98,13 @@ def own_forms(processors: Sequence[LogitsProcessor] | None) -> LogitsProcessorLi
     return own
 
 
-def is_context_free(processors: LogitsProcessorList) -> bool:
-    """Whether the result depends on the scores only, so that one call serves all nodes."""
-    return all(type(processor) in CONTEXT_FREE for processor in processors)
-
-
-def shared_processors(requests: Sequence[Request]) -> LogitsProcessorList | None:
-    """The processors of all rows, if one call serves them; None: each row has calls of its own."""
-    first = requests[0]
-    if not any(request.processors for request in requests):
-        return first.processors
-    same = first.processors_key is not None and all(
-        request.processors_key == first.processors_key for request in requests)
-    return first.processors if same else None
+def key_of(processors: LogitsProcessorList) -> tuple | None:
+    """Their kinds and numbers: one call serves all rows with an equal key. None: results may depend on earlier tokens,
+    and each row has calls of its own."""
+    if not all(type(processor) in CONTEXT_FREE for processor in processors):
+        return None
+    return tuple((type(processor), *((name, value.tolist() if isinstance(value, Tensor) else value)
+                                     for name, value in vars(processor).items())) for processor in processors)
 
 
 def processed(processors: LogitsProcessorList, context: Tensor, scores: Tensor) -> Tensor:

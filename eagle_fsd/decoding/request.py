@@ -21,6 +21,7 @@ from ..options.generate import GenerateOptions
 from ..utils.text import StreamedText, answer_text
 from .grammar import Grammar
 from .output import Output, Receipt, Stats
+from .processing import key_of
 
 EXACT = make_rule("exact")
 # A text repeats itself if it ends in REPETITIONS repetitions of a span, with at least REPEATED_TOKENS tokens in total.
@@ -37,8 +38,6 @@ class Request:
         options: as they were given, the same for all prompts of a call.
         max_new_tokens: that of the options, lowered to the positions after the prompt.
         processors: logits processors, warpers included.
-        processors_key: for processors whose result does not depend on earlier tokens: one call serves all requests with
-            an equal key. None: each row has calls of its own.
         eos_ids, stop_ids: tokens that end the answer.
         watched: the text of the answer, which ends when a stop string is complete; None: there are none.
         criteria: stopping criteria of `transformers`; they see the whole text.
@@ -49,6 +48,7 @@ class Request:
         followed: fields of the model's generation config that the request follows, see `Output`.
 
     Attributes:
+        processors_key: see `processing.key_of`.
         rule: that of the options, unless nothing is drafted.
         tokens: the text: prompt and all emitted tokens, like the caches also those after the end of the answer. While
             decoding, the last one is the root.
@@ -64,7 +64,6 @@ class Request:
     max_new_tokens: int
     seed: int = 0
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    processors_key: object = None
     eos_ids: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     watched: StreamedText | None = None
@@ -76,6 +75,7 @@ class Request:
     followed: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.processors_key = key_of(self.processors)
         self.rule: Rule = self.options.rule if self.options.speculative else EXACT
         self.tokens = list(self.prompt)
         self.weights_key: tuple | None = None

@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 from ..acceptance import Rule
 from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.tree import DraftTree
-from .processing import WARPERS, processed, shared_processors
+from .processing import WARPERS, processed
 from .request import Request
 
 
@@ -88,6 +88,12 @@ class VerifiedTrees:
             except Exception as error:
                 self.errors[row] = error
         return warped
+
+
+def shared_processors(requests: Sequence[Request]) -> LogitsProcessorList | None:
+    """The processors of all rows, if one call serves them; None: each row has calls of its own."""
+    key, *others = [request.processors_key for request in requests]
+    return None if key is None or any(other != key for other in others) else requests[0].processors
 
 
 def couple(

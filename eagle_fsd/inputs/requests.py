@@ -14,7 +14,7 @@ from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from ..acceptance import FuzzyRule
 from ..decoding.grammar import Grammar
-from ..decoding.processing import WARPERS, CountPenalty, is_context_free, own_forms
+from ..decoding.processing import WARPERS, CountPenalty, own_forms
 from ..decoding.request import Request
 from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
@@ -64,11 +64,6 @@ def make_requests(
     references = [TextIndex(ids) for ids in texts if ids]
     text_drafts = TextDrafts() if options.text_drafts == "auto" else options.text_drafts
     copying = options.speculative and text_drafts != "off"
-    key = None  # of processors that depend on the scores only
-    if prepared is not None:
-        key = object()
-    elif not logits_processor and options.generation_config is None:
-        key = (options.temperature, options.top_k, options.top_p, options.min_p, repr(followed))
     requests = []
     for number, (ids, limit, seed) in enumerate(zip(prompts, limits, seeds, strict=True)):
         fields = {"seed": seed, "eos_ids": ends or end_tokens(model, chat=isinstance(ids, ChatTokens)), "padding": (),
@@ -82,10 +77,9 @@ def make_requests(
             fields["processors"] = processors_of_model(
                 target.model, options, followed, logits_processor, prompt=ids, max_new_tokens=limit,
                 eos_ids=sorted(stop_ids.union(eos_ids)), device=target.output_device)
-        fields["processors"] = processors = with_own_processors(fields["processors"], options, grammar, start)
+        fields["processors"] = with_own_processors(fields["processors"], options, grammar, start)
         requests.append(Request(
             ids, options, max_new_tokens=limit, stop_ids=stop_ids, marks=marks, grammar=grammar, followed=followed,
-            processors_key=key if is_context_free(processors) else None,
             watched=StreamedText(tokenizer, strings) if strings else None,
             text_source=TextSource(ids, text_drafts, references) if copying else None, **fields))
     return requests
