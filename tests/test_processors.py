@@ -27,9 +27,9 @@ from transformers.generation.logits_process import (
 
 import eagle_fsd
 from eagle_fsd import RULES, GenerateOptions, TreeConfig, make_rule
+from eagle_fsd.decoding.cycle import VerifiedTrees
 from eagle_fsd.decoding.processing import TopP, own_forms
 from eagle_fsd.decoding.request import Request
-from eagle_fsd.decoding.verified import VerifiedTrees
 from eagle_fsd.drafting.tree import root_only
 
 NEW = 24

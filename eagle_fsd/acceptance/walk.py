@@ -23,7 +23,7 @@ from .rule import Rule
 
 
 class Verified(Protocol):
-    """A batch of draft trees with the logits of draft and target: `decoding.verified.VerifiedTrees`, and the chains of
+    """A batch of draft trees with the logits of draft and target: `decoding.cycle.VerifiedTrees`, and the chains of
     `serve.vllm`."""
 
     tree: DraftTree

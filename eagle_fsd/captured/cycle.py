@@ -22,9 +22,9 @@ from torch import Tensor
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
 from ..decoding.batch import ALLOCATION_ERRORS, Batch
+from ..decoding.cycle import shared_processors
 from ..decoding.processing import CAPTURABLE
 from ..decoding.request import EXACT, Request
-from ..decoding.verified import shared_processors
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS, Copies
 from ..drafting.drafter import Drafter, weights_key

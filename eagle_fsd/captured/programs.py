@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
-from ..decoding.verified import VerifiedTrees
+from ..decoding.cycle import VerifiedTrees
 from ..drafting import growth
 from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter

@@ -1,29 +1,31 @@
 """The decode cycle: draft, verify, accept, keep (EAGLE-2, arXiv 2406.16858, section 4).
 
-B rows, L positions of a row in the target's cache, N tree nodes, R vocabulary of the draft, V vocabulary of the target,
-F width of the target's features.
+B rows, L positions of a row in the target's cache, N tree nodes, K expanded nodes of a level, R vocabulary of the
+draft, V vocabulary of the target, F width of the target's features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
 from ..drafting.config import MOST_NODES
 from ..drafting.copies import Copies
 from ..drafting.growth import draft, rerank
+from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.sizing import Plan
 from ..drafting.tree import DraftTree, join_copies, root_only
 from ..models.target import TargetModel
 from .batch import ALLOCATION_ERRORS, Batch
 from .output import Receipt
+from .processing import WARPERS, processed
 from .request import EXACT, Request
-from .verified import VerifiedTrees, couple
 
 
 def prefill(batch: Batch, number: int, most: int | None = None) -> list[Receipt]:
@@ -119,8 +121,7 @@ def draft_trees(
         tree = root_only(torch.tensor([request.tokens[-1] for request in requests], device=batch.device))
         logits: list[Tensor] = []
     else:
-        vocabulary = batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens
-        coupling = couple(requests, rules, batch.cache.lengths, vocabulary, batch.device)
+        coupling = _couple(batch, rules)
         unread = batch.unread(plan.tree, out_of_positions)
         before = batch.draft_cache.lengths
         scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
@@ -140,6 +141,104 @@ def _levels(request: Request, target: TargetModel, most: int) -> int:
     if not request.options.speculative:
         return 0
     return most if limit(length) == limit(length + most) else limit(length) - length
+
+
+def _couple(batch: Batch, rules: Sequence[Rule]) -> Coupling | None:
+    """Couples drafts to the target's draws; None: no row is coupled."""
+    requests = batch.requests
+    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    if not any(weights):
+        return None
+    own = [LogitsProcessorList(processor for processor in request.processors if type(processor) in WARPERS)
+           for request in requests]
+    if shared_processors(requests) is not None:
+        own = own[:1] * len(own)
+    seeds, positions = torch.tensor([[request.seed for request in requests], batch.cache.lengths], device=batch.device)
+    temperatures, scales = torch.tensor(
+        [[request.options.temperature for request in requests], weights], dtype=torch.float32, device=batch.device)
+    return Coupling(seeds, positions, temperatures, scales, [
+        warpers if weight else None for warpers, weight in zip(own, weights, strict=True)],
+        batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens)
+
+
+# Acceptance ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class VerifiedTrees:
+    """The draft trees of rows that share a rule, with the logits of draft and target: `acceptance.walk.Verified`.
+
+    A processor that may depend on the text, or is the user's, is called row by row. Its exception becomes the error of
+    this row, in `errors`.
+
+    Args:
+        raw: [B, N, V] float32, the target's logits. draft_logits: for each drafted level [B, K, R], raw logits.
+        draft_tokens: [R] long; None: 0 to R - 1.
+        seeds, lengths: [B] long, of each row; the position of its root.
+        processors: of all rows; None: each of the `requests` has its own.
+    """
+
+    tree: DraftTree
+    raw: Tensor
+    draft_logits: Sequence[Tensor]
+    draft_tokens: Tensor | None
+    greedy: bool
+    seeds: Tensor
+    lengths: Tensor
+    processors: LogitsProcessorList | None
+    requests: Sequence[Request] = ()
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], lengths: Sequence[int], tree: DraftTree, raw: Tensor,
+        draft_logits: Sequence[Tensor] = (), draft_tokens: Tensor | None = None,
+    ) -> VerifiedTrees:
+        """Those of requests."""
+        seeds = [request.seed for request in requests]
+        return cls(tree, raw, draft_logits, draft_tokens, requests[0].options.greedy,
+                   *torch.tensor([seeds, lengths], device=raw.device), shared_processors(requests), requests)
+
+    def select(self, rows: Sequence[int]) -> VerifiedTrees:
+        """Some of the rows (ascending)."""
+        if len(rows) == len(self.requests):
+            return self
+        requests = [self.requests[row] for row in rows]
+        return replace(
+            self, tree=self.tree.select(rows), raw=self.raw[rows], draft_logits=[level[rows] for level in
+            self.draft_logits], seeds=self.seeds[rows], lengths=self.lengths[rows], requests=requests, errors={},
+            greedy=requests[0].options.greedy, processors=shared_processors(requests))
+
+    def noise(self, depth: int) -> Tensor | None:
+        """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""
+        if self.greedy:
+            return None
+        return gumbel_noise(self.seeds, position_after(self.lengths[:, None], depth), self.raw.shape[-1])[:, 0]
+
+    def warp(self, raw: Tensor, node: Tensor, path: Sequence[Tensor], going: Tensor) -> Tensor:
+        """Processed logits [B, V], with the path of each row as context."""
+        if self.processors is not None:
+            return self.processors(None, raw.clone()) if self.processors else raw
+        warped, paths = raw.clone(), torch.stack(list(path), 1)  # [B, depth + 1]
+        for row in going.nonzero()[:, 0].tolist():
+            request = self.requests[row]
+            if row in self.errors or not request.processors:
+                continue
+            try:
+                if request.complete_with(paths[row, 1:].tolist()):
+                    continue
+                before = torch.tensor([request.context], dtype=torch.long, device=raw.device)
+                context = torch.cat([before, paths[row, None]], 1)
+                warped[row] = processed(request.processors, context, raw[row, None].clone())[0]
+            except Exception as error:
+                self.errors[row] = error
+        return warped
+
+
+def shared_processors(requests: Sequence[Request]) -> LogitsProcessorList | None:
+    """The processors of all rows, if one call serves them; None: each row has calls of its own."""
+    key, *others = [request.processors_key for request in requests]
+    return None if key is None or any(other != key for other in others) else requests[0].processors
 
 
 def _accept(rules: Sequence[Rule], verified: VerifiedTrees) -> list[tuple[list[Step], Exception | None]]:
