@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from .api import CALL_KEYWORDS, Keywords, check_streamer, generate
 from .decoding.batch import Session
 from .decoding.output import Output
@@ -100,7 +97,7 @@ class Chat:
             whole = options.get("options") is not None
             options = {**{name: value for name, value in self.options.items() if name in TURN_KEYWORDS or not whole},
                        **options}
-            criteria = [*(options.pop("stopping_criteria", None) or []), self._is_stopped]
+            criteria = [*(options.pop("stopping_criteria", None) or []), lambda input_ids, scores: self._stopped]
             self._stopped = False
             output = generate(messages, self.model, session=self.session, stopping_criteria=criteria, **options)
             self.messages = [*messages, {"role": "assistant", "content": output.text}]
@@ -112,6 +109,3 @@ class Chat:
         The answer so far stays in the conversation.
         """
         self._stopped = True
-
-    def _is_stopped(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        return torch.full((len(input_ids),), self._stopped)

@@ -164,7 +164,6 @@ class Batch:
         self.captured, self.observe, self.waited = captured if observe is None else None, observe, 0
         self.device = target.output_device  # of trees, logits and features
         self.reads_features = drafter is not None and drafter.reads_features
-        self.offset = int(self.reads_features)  # the drafter reads token i + offset at position i of its cache
         self.draft_tokens = None if drafter is None else drafter.draft_tokens
         key = weights_key(target, drafter) if self.requests else None
         for request in self.requests:
@@ -349,7 +348,7 @@ class Batch:
 
     def unread_tokens(self, number: int, end: int | None = None) -> Sequence[int]:
         """The T tokens that the drafter has not processed; if it reads features, the tokens that follow these."""
-        return self.requests[number].tokens[self.draft_cache.lengths[number] + self.offset : end]
+        return self.requests[number].tokens[self.draft_cache.lengths[number] + self.reads_features : end]
 
     def catch_up(self, number: int) -> None:
         """The drafter processes what the target has processed of a row, except the last feature: the token after it
