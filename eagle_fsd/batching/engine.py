@@ -23,6 +23,8 @@ from .tickets import Ticket
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+LEAST = 256  # new tokens after a prompt that takes all of a row's share
+
 
 class Engine:
     """Decodes requests that arrive at any time in one batch. A thread of its own runs the cycles.
@@ -123,7 +125,9 @@ class Engine:
         options = self._limited(options, len(ids)) if fit else options
         (request,) = make_requests(self.model, [ids], options, logits_processor, stopping_criteria)
         self.model.refresh()
-        self._loop.room.require(request)
+        if request.positions > (longest := self._loop.room.longest):
+            raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={request.max_new_tokens} need "
+                             f"{request.positions} positions, but the engine has room for {longest}")
         ticket = Ticket(request, self.model.tokenizer)
         self._loop.add(request, ticket)
         return ticket
@@ -136,7 +140,8 @@ class Engine:
     def _limited(self, options: GenerateOptions, length: int) -> GenerateOptions:
         """The options with `max_new_tokens` lowered to the end of the context, or to a row's share, after a prompt of
         this length."""
-        share, limit = self._loop.room.share(length), self.model.target.text_limit(length)
+        room, limit = self._loop.room, self.model.target.text_limit(length)
+        share = max(room.positions // room.rows - room.nodes, min(length + LEAST, room.longest))
         share = max(1, (share if limit is None else min(share, limit)) - length)
         if (options.min_new_tokens or 0) > share:
             raise OptionError("min_new_tokens", options.min_new_tokens, f"at most {share}, a row's share of the "

@@ -29,7 +29,6 @@ from .request import Request
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
 MULTIPLE = 256  # the capacity of a row is a multiple of this many positions
-LEAST = 256  # new tokens after a prompt that takes all of a row's share
 # What an allocation that fails raises: PyTorch's on a CPU, a plain RuntimeError. Other errors of a forward are alike.
 ALLOCATION_ERRORS = MemoryError, RuntimeError
 STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
@@ -112,16 +111,6 @@ class Room:
     def longest(self) -> int:
         """The maximum number of tokens of a text."""
         return self.positions - self.nodes
-
-    def share(self, length: int) -> int:
-        """The maximum number of tokens of a text that leaves room for other rows, after a prompt of this length."""
-        return max(self.positions // self.rows - self.nodes, min(length + LEAST, self.longest))
-
-    def require(self, request: Request) -> None:
-        """Raise ValueError if the request can never fit."""
-        if request.positions > self.longest:
-            raise ValueError(f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} "
-                             f"need {request.positions} positions, but the engine has room for {self.longest}")
 
     def size(self, requests: Sequence[Request]) -> tuple[int, int] | None:
         """Rows of caches for these requests, and the length of a text in them; None: there is no room."""
