@@ -28,10 +28,11 @@ from .request import Request
 
 log = logging.getLogger(__name__)
 PART = 256  # tokens that `shared_prefix` compares at once
-MULTIPLE = 256  # the capacity of a row is a multiple of this many positions
 # What an allocation that fails raises: PyTorch's on a CPU, a plain RuntimeError. Other errors of a forward are alike.
 ALLOCATION_ERRORS = MemoryError, RuntimeError
-STEP = 256  # new tokens that caches have room for at first, unless cycles are captured, which need fixed addresses
+# New tokens that caches have room for at first, unless cycles are captured, which need fixed addresses; the room for
+# whole texts is a multiple of it.
+STEP = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,7 @@ class Room:
         needed, rows = max(request.positions for request in requests) + self.nodes, len(requests)
         if rows > self.rows or rows * needed > self.positions:
             return None
-        room = min(-(-needed // MULTIPLE) * MULTIPLE, self.positions // rows)
+        room = min(-(-needed // STEP) * STEP, self.positions // rows)
         length = room - self.nodes
         return min(1 << (rows - 1).bit_length(), self.most_rows(length)), length
 
