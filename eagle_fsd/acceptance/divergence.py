@@ -25,16 +25,11 @@ def _expectation(probs: Tensor, log_ratio: Tensor) -> Tensor:
     return (probs * log_ratio).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf).sum(-1)
 
 
-def _probs_and_logs(logits: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    return logits.softmax(-1), logits.log_softmax(-1)  # two fused kernels cost less than one and an exp
-
-
 def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """KL(target || draft) = sum of target_probs * log(target_probs / draft_probs)."""
-    target_probs, target_log_probs = _probs_and_logs(target_logits)
-    draft_log_probs = draft_logits.float().log_softmax(-1)
-    return _expectation(target_probs, target_log_probs - draft_log_probs).clamp_min(0.0)
+    target_logits, draft_log_probs = target_logits.float(), draft_logits.float().log_softmax(-1)
+    # Two fused kernels cost less than one and an exp.
+    return _expectation(target_logits.softmax(-1), target_logits.log_softmax(-1) - draft_log_probs).clamp_min(0.0)
 
 
 def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:

@@ -317,11 +317,9 @@ class Loop:
                 self._retire(request)
 
     def _drop_finished(self) -> None:
-        """Free the rows of requests that have ended, and erase those that failed."""
+        """Free the rows of requests that have ended."""
         finished = [(number, request) for number, request in enumerate(self.requests) if request.reason is not None]
-        for number, request in finished:
-            if request.error is not None:
-                self.batch.erase(number)
+        for number, _ in finished:
             self._park(self.batch, number)
         try:
             self._wait_again(self.batch.drop_finished())

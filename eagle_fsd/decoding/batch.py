@@ -238,7 +238,10 @@ class Batch:
         all of their keys are others now. Returns the latter, which another batch prefills again."""
         limit, going, long = self.target.position_limit, [], []
         for number, (request, length) in enumerate(zip(self.requests, self.cache.lengths, strict=True)):
-            if request.reason is None and limit(length) != limit(len(request.tokens)):
+            if request.error is not None:  # its forwards may have failed, and another request gets its row
+                for cache in self.caches:
+                    cache.erase_row(number)
+            elif request.reason is None and limit(length) != limit(len(request.tokens)):
                 long.append(request)
             elif request.reason is None:
                 going.append(number)
@@ -311,11 +314,6 @@ class Batch:
         """Allocate the caches for rows of another batch, so that `add` cannot run out of memory."""
         for cache, joining in zip(self.caches, other.caches, strict=True):
             cache.allocate_like(joining)
-
-    def erase(self, number: int) -> None:
-        """Erase a row whose forwards may have failed, before another request gets it."""
-        for cache in self.caches:
-            cache.erase_row(number)
 
     # The target and the drafter -----------------------------------------------------------------------------------
 

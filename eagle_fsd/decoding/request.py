@@ -199,7 +199,9 @@ class Request:
             if self.text_source is not None:
                 self.text_source.extend(tokens)
             for receipt, step in zip(receipts, steps, strict=False):
-                require_drawable(step.logit)
+                if not step.logit > -math.inf:  # all tokens have probability 0, or the logit is NaN
+                    raise ValueError("no token can be drawn: the best logit after the logits processors is "
+                                     f"{step.logit}")
                 self.receipts.append(receipt)
                 if (reason := self._reason_after(receipt.token, len(self.receipts))) is not None:
                     self.finish(reason)
@@ -312,9 +314,3 @@ def repeats(tokens: Sequence[int]) -> bool:
         if end[span:] == end[:-span]:
             return True
     return False
-
-
-def require_drawable(logit: float) -> None:
-    """Raise ValueError if the drawn token has probability 0, as all others then have, or its logit is NaN."""
-    if not logit > -math.inf:
-        raise ValueError(f"no token can be drawn: the best logit after the logits processors is {logit}")
