@@ -536,8 +536,8 @@ def programs_of(pair, rows, draw, rule):
     options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     batch = SimpleNamespace(requests=requests, target=target, drafter=drafter, has_positions=lambda *_: True,
-                            unread_tokens=lambda row: [])
-    settings = settings_of(batch, range(rows), [request.rule for request in requests], Plan(tree))
+                            unread_tokens=lambda row: [], drafting=SimpleNamespace(largest=Plan(tree)))
+    settings = settings_of(batch, range(rows))
     processors, walk = requests[0].processors, replace(settings, budgeted=True, marked=True)
     return (partial(draft, buffers, target, drafter, settings, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),

@@ -28,7 +28,6 @@ from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
 from ..drafting.copies import ORIGINS, Copies
 from ..drafting.drafter import Drafter, weights_key
-from ..drafting.sizing import Plan
 from ..drafting.tree import columns_of
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
@@ -161,28 +160,17 @@ class CapturedCycles:
 
     # A cycle ------------------------------------------------------------------------------------------------------
 
-    def settings(
-        self, batch: Batch, rows: Sequence[int], rules: Sequence[Rule], plan: Plan,
-        copies: Sequence[Copies | None] = (),
-    ) -> Settings | None:
-        """The settings of a cycle of these rows. None: it cannot be captured, and the log says why, once."""
-        found = settings_of(batch, rows, [rules[row] for row in rows], plan, copies)
-        if isinstance(found, Settings):
-            return found
-        log_uncaptured(found)
-        return None
-
-    def groups(self, batch: Batch) -> list[slice]:
-        """The rows that run in a cycle together now: all; or those that can be captured, which move to the front, and
-        every WAIT times the few others, in a cycle of their own."""
-        count, plan = len(batch.requests), batch.drafting.largest
-        everyone, rows = [slice(0, count)], range(count)
-        rules = [request.current_rule for request in batch.requests]
-        if self.settings(batch, rows, rules, plan):
+    def groups(self, batch: Batch) -> list[tuple[slice, Settings | None]]:
+        """The rows that run in a cycle together now, and its settings: all; or those that can be captured, which move
+        to the front, and every WAIT times the few others, in a cycle of their own."""
+        count = len(batch.requests)
+        settings = settings_of(batch, range(count))
+        everyone = [(slice(0, count), settings)]
+        if settings is not None:
             return everyone
-        front = [row for row in rows if self.settings(batch, [row], rules, plan)]
+        front = [row for row in range(count) if settings_of(batch, [row]) is not None]
         captured = len(front)
-        if captured == count or captured < MANY * (count - captured) or not self.settings(batch, front, rules, plan):
+        if captured == count or captured < MANY * (count - captured) or (settings := settings_of(batch, front)) is None:
             return everyone
         for row in sorted(set(range(captured)).difference(front)):
             try:
@@ -190,17 +178,18 @@ class CapturedCycles:
             except ALLOCATION_ERRORS:
                 return everyone
         batch.waited = (batch.waited + 1) % WAIT
-        return [slice(0, captured), *([] if batch.waited else [slice(captured, count)])]
+        return [(slice(0, captured), settings), *([] if batch.waited else [(slice(captured, count), None)])]
 
     @torch.inference_mode()
     def step(
-        self, batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None]
+        self, batch: Batch, settings: Settings | None, rules: Sequence[Rule], copies: Sequence[Copies | None]
     ) -> list[Walk] | None:
         """Run a cycle, up to the new lengths of the caches. None: it cannot be captured, and nothing of the batch was
         changed."""
-        settings = self.settings(batch, range(len(batch.requests)), rules, plan, copies)
         if settings is None:
             return None
+        if settings.tree is None and any(copies):
+            return log_uncaptured("copies without a drafter")
         device = self.target.output_device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             held = self.known(batch)
@@ -352,50 +341,45 @@ def log_uncaptured(what: str) -> None:
     log.warning("cycles are not captured as CUDA graphs, and take up to twice as long, for %s", what)
 
 
-def settings_of(
-    batch: Batch, rows: Sequence[int], rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None] = ()
-) -> Settings | str:
-    """The settings of a cycle's programs; if it cannot be captured, or its rows need different programs: for what, in
-    the words of `log_uncaptured`.
-
-    Args:
-        rows: of the batch, that run in the cycle. rules, copies: of these rows.
-    """
-    requests, drafts = [batch.requests[row] for row in rows], plan.drafts
+def settings_of(batch: Batch, rows: Sequence[int]) -> Settings | None:
+    """The settings of the programs of a cycle of these rows. None: it cannot be captured, or its rows need different
+    programs, and the log says why, once."""
+    requests, plan = [batch.requests[row] for row in rows], batch.drafting.largest
+    rules, drafts = [request.current_rule for request in requests], plan.drafts
     first, copying = requests[0], drafts and any(request.copying for request in requests)
     # The models and the size of the cycle.
     if not CapturedCycles.support(batch.target, batch.drafter):
-        return "models whose forwards cannot be captured"
+        return log_uncaptured("models whose forwards cannot be captured")
     if plan.prices is not None:
-        return "trees whose size is chosen in each cycle"
-    if drafts != (batch.drafter is not None) or not drafts and any(copies):
-        return "decoding without drafts beside a drafter, or copies without one"
+        return log_uncaptured("trees whose size is chosen in each cycle")
+    if drafts != (batch.drafter is not None):
+        return log_uncaptured("decoding without drafts beside a drafter")
     # Each request.
     for request, rule in zip(requests, rules, strict=True):
         if request.options.top_logprobs:
-            return "top_logprobs"
+            return log_uncaptured("top_logprobs")
         if drafts and not request.options.speculative:
-            return "speculative=False beside requests with drafts"
+            return log_uncaptured("speculative=False beside requests with drafts")
         for processor in request.processors:
             if type(processor) not in CAPTURABLE:
-                return type(processor).__name__
+                return log_uncaptured(type(processor).__name__)
         if type(rule) not in RULES.values():
-            return f"the rule {type(rule).__name__}"
+            return log_uncaptured(f"the rule {type(rule).__name__}")
     if drafts and not all(batch.has_positions(row, plan.tree.depth) for row in rows):
-        return "texts near the last position of the drafter"
+        return log_uncaptured("texts near the last position of the drafter")
     if drafts and any(len(batch.unread_tokens(row)) > plan.tree.total_tokens for row in rows):
-        return "a drafter that is far behind the text"
+        return log_uncaptured("a drafter that is far behind the text")
     # All together.
     greedy = first.options.greedy
     if shared_processors(requests) is None or any(request.options.greedy != greedy for request in requests):
-        return "requests of different temperature, top_k, top_p or min_p in one batch"
+        return log_uncaptured("requests of different temperature, top_k, top_p or min_p in one batch")
     own = {EXACT if rule == EXACT else with_some_threshold(rule) for rule in rules} if drafts else {EXACT}
     rule = next((rule for rule in own if rule != EXACT), EXACT)
     if own - {rule, EXACT}:
-        return "requests of different fuzzy rules in one batch"
+        return log_uncaptured("requests of different fuzzy rules in one batch")
     weights = noise_weights_of(requests, rules) if drafts else [0.0]
     if any(weights) and not all(weights):
-        return "requests with and without a share of the target's noise in one batch"
+        return log_uncaptured("requests with and without a share of the target's noise in one batch")
     fuzzy = [request for request in requests if rule != EXACT]
     return Settings(
         plan.tree if drafts else None, copying, rule, greedy, first.processors_key, any(weights),

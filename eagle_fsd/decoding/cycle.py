@@ -66,23 +66,24 @@ def step(batch: Batch, joining: Sequence[Request] = ()) -> list[list[Receipt]]:
         see `Request.error`.
     """
     emitted: list[list[Receipt]] = [[] for _ in batch.requests]
-    for rows in [slice(0, len(emitted))] if batch.captured is None else batch.captured.groups(batch):
+    everyone = [(slice(0, len(emitted)), None)]
+    for rows, settings in everyone if batch.captured is None else batch.captured.groups(batch):
         try:
             batch.make_room(joining)
             with batch.only(rows):
-                emitted[rows] = _cycle(batch)
+                emitted[rows] = _cycle(batch, settings)
         except ALLOCATION_ERRORS as error:
             max(batch.requests[rows], key=lambda request: len(request.tokens)).finish("error", error)
     return emitted
 
 
-def _cycle(batch: Batch) -> list[list[Receipt]]:
+def _cycle(batch: Batch, settings: object) -> list[list[Receipt]]:
     requests, drafting = batch.requests, batch.drafting
     rules = [request.current_rule for request in requests]
     copies = [request.draft_copies(rule) for request, rule in zip(requests, rules, strict=True)]
     plan = drafting.plan(copies)
     if batch.captured is not None:
-        walks = batch.captured.step(batch, rules, plan, copies)
+        walks = batch.captured.step(batch, settings, rules, copies)
         if walks is not None:  # else it cannot be captured
             return [request.append(*walk) for request, walk in zip(requests, walks, strict=True)]
     lengths = batch.cache.lengths  # L of each row: the position of its root
