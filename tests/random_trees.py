@@ -49,8 +49,9 @@ class Case:
     def take(self, rows: list[int]) -> "Case":
         """A case of these rows, which may repeat."""
         gumbel = None if self.gumbel is None else self.gumbel[rows]
-        return replace(self, tree=self.tree.select(rows), draft_logits=[level[rows] for level in self.draft_logits],
-                       raw=self.raw[rows], warped=self.warped[rows], gumbel=gumbel, errors={})
+        return replace(self, tree=self.tree.each(lambda part: part[rows]), raw=self.raw[rows], errors={},
+                       draft_logits=[level[rows] for level in self.draft_logits], warped=self.warped[rows],
+                       gumbel=gumbel)
 
     def to(self, device: str) -> "Case":
         tree = {name: part.to(device) for name, part in vars(self.tree).items() if isinstance(part, Tensor)}

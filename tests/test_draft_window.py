@@ -90,7 +90,7 @@ def test_drafts_are_the_same_everywhere_and_lossless(kind, window, monkeypatch):
              [eagle_fsd.generate(prompts[0], pair, **options, session=session)]]
     with monkeypatch.context() as parts:
         parts.setattr(target_module, "prefill_part", lambda device: 16)
-        parts.setattr("eagle_fsd.drafting.growth.prefill_part", lambda device: 16)
+        parts.setattr("eagle_fsd.drafting.tree.prefill_part", lambda device: 16)
         found.append([eagle_fsd.generate(prompt, pair, **options) for prompt in prompts])
     for outputs in found:
         assert [out.stats.accepted_lengths for out in outputs] == [

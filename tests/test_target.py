@@ -5,7 +5,7 @@ import torch
 from tiny import FAMILIES, PROMPT, tiny_head, tiny_target
 
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.growth import Unread, catch_up, catch_up_in_parts
+from eagle_fsd.drafting.tree import Unread, catch_up, catch_up_in_parts
 from eagle_fsd.models import target as target_module
 from eagle_fsd.models.target import TargetModel, find_norm
 

@@ -296,7 +296,7 @@ def assert_joined_alike(head, copies, tree):
     nodes, levels = tree.tokens.shape[1], head.max_depth
     columns, scores, deepest = columns_of(copies, 64)
     deepest = max(levels, deepest) + 2
-    other = candidates_of(head, torch.tensor(columns), torch.tensor(scores, dtype=torch.float64), levels, deepest).best(
+    other = candidates_of(head, torch.tensor(columns), torch.tensor(scores, dtype=torch.float64), deepest).best(
         nodes, deepest)
     for name in ("tokens", "parents", "depths", "ancestors", "draft_rows", "scores", "origins"):
         assert torch.equal(getattr(other, name), getattr(tree, name)), name

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from eagle_fsd.decoding import cycle
-from eagle_fsd.drafting.growth import Unread, draft, rerank
+from eagle_fsd.drafting.tree import Unread, grow, rerank
 from eagle_fsd.heads.checkpoint import save_head
 from eagle_fsd.heads.eagle import DraftHead
 from eagle_fsd.heads.eagle3 import Eagle3Head
@@ -273,7 +273,7 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
 
 def draft_tree(drafter, target, features, tokens, cache, plan, nodes=0, coupling=None):
     """One tree per row [T, F], [T], and the draft's logits by level."""
-    scored, logits = draft(drafter, target, Unread.of(features, tokens, cache), cache, plan, coupling)
+    scored, logits = grow(drafter, target, Unread.of(features, tokens, cache), cache, plan, coupling)
     return rerank(scored, plan, nodes), logits
 
 

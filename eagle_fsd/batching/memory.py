@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..drafting.growth import catch_up_in_parts
+from ..drafting.tree import catch_up_in_parts
 from ..loading.pair import EagleModel
 
 # While a cache grows, the old and the new one exist at once. Prefixes and prompts in progress take memory as well.

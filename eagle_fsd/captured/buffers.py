@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -94,7 +93,7 @@ class Buffers:
         integers, flags = self._new(torch.long), self._new(torch.bool)
         return DraftTree(
             integers(nodes), integers(nodes), integers(nodes), flags(nodes, nodes), integers(nodes),
-            self._new(torch.float32)(nodes), 0, integers(nodes))
+            self._new(torch.float32)(nodes), self.config.depth if self.config else 0, integers(nodes))
 
     def draft_logits(self) -> list[Tensor]:
         """The drafter's logits of each level, allocated when the first rule needs them."""
@@ -169,25 +168,15 @@ class Download(NamedTuple):
 
 def store_tree(buffers: DraftTree, tree: DraftTree) -> None:
     """Copy trees into the first columns of buffers."""
-    count = tree.tokens.shape[1]
-    for name in ("tokens", "parents", "depths", "draft_rows", "scores"):
-        getattr(buffers, name)[:, :count].copy_(getattr(tree, name))
-    buffers.ancestors[:, :count, :count].copy_(tree.ancestors)
-    if tree.origins is not None:
-        buffers.origins[:, :count].copy_(tree.origins)
+    places = vars(first_nodes(buffers, tree.tokens.shape[1]))
+    for name, part in vars(tree).items():
+        if isinstance(part, Tensor):
+            places[name].copy_(part)
 
 
-def first_nodes(buffers: DraftTree, count: int, max_depth: int, *, joined: bool) -> DraftTree:
-    """Views of the first nodes.
-
-    Args:
-        joined: whether nodes may come from sources other than the drafter.
-    """
-    return replace(
-        buffers, tokens=buffers.tokens[:, :count], parents=buffers.parents[:, :count],
-        depths=buffers.depths[:, :count], ancestors=buffers.ancestors[:, :count, :count],
-        draft_rows=buffers.draft_rows[:, :count], scores=buffers.scores[:, :count], max_depth=max_depth,
-        origins=buffers.origins[:, :count] if joined else None)
+def first_nodes(buffers: DraftTree, count: int) -> DraftTree:
+    """Views of the first nodes."""
+    return buffers.each(lambda part: part[:, :count, :count] if part is buffers.ancestors else part[:, :count])
 
 
 def bucket_of(needed: int, capacity: int) -> int | None:

@@ -10,7 +10,7 @@ a bucket, V vocabulary of the target, D size of the drafter's states.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import LogitsProcessorList
@@ -18,13 +18,11 @@ from transformers import LogitsProcessorList
 from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
 from ..decoding.cycle import VerifiedTrees
-from ..drafting import growth
 from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter
-from ..drafting.growth import Unread, rerank
 from ..drafting.noise import Coupling
 from ..drafting.sizing import Plan
-from ..drafting.tree import candidates_of
+from ..drafting.tree import Unread, candidates_of, grow, rerank
 from ..models.cache import BucketCache
 from ..models.target import TargetModel
 from .buffers import Buffers, first_nodes, store_tree
@@ -71,7 +69,7 @@ def draft(
         coupling = Coupling(buffers.seeds, buffers.lengths, buffers.temperatures.float(), buffers.noise_weights,
                             [warpers] * buffers.rows, named)
     plan = Plan(buffers.config)  # the whole tree: without prices
-    scored, logits = growth.draft(drafter, target, fed, cache, plan, coupling)
+    scored, logits = grow(drafter, target, fed, cache, plan, coupling)
     store_tree(buffers.tree, rerank(scored, plan))
     if buffers.wide:
         store_tree(buffers.wide_tree, rerank(scored, plan, buffers.wide))
@@ -82,16 +80,14 @@ def draft(
 
 def join_copies(buffers: Buffers, size: int, path: int) -> None:
     """Copies, at most `size` in a row, join the trees, whose paths have at most P = `path` steps."""
-    levels = buffers.config.depth
-    wide = first_nodes(buffers.wide_tree, buffers.wide, levels, joined=False)
-    tree = candidates_of(wide, *buffers.copies(size), levels, path - 1).best(buffers.most, path - 1)
+    tree = candidates_of(buffers.wide_tree, *buffers.copies(size), path - 1).best(buffers.most, path - 1)
     store_tree(buffers.tree, tree)
     buffers.origins.copy_(tree.origins.masked_fill(tree.depths == 0, -1))
 
 
 def verify(buffers: Buffers, target: TargetModel, bucket: int, nodes: int) -> None:
     """The target's features of the trees; keys and values go to the slots after each row's text."""
-    tree = first_nodes(buffers.tree, nodes, 0, joined=False)
+    tree = first_nodes(buffers.tree, nodes)
     cache = BucketCache(buffers.storage, buffers.lengths, bucket)
     features = target.verify(tree.tokens, tree.depths + buffers.lengths[:, None], tree.ancestors, cache)
     buffers.features[:, :nodes].copy_(features)
@@ -108,7 +104,9 @@ def walk_and_keep(
         joined: whether copies may be in the trees.
     """
     features, lengths = buffers.features[:, :nodes], buffers.lengths
-    tree = first_nodes(buffers.tree, nodes, path - 1, joined=joined)
+    tree = replace(first_nodes(buffers.tree, nodes), max_depth=path - 1)
+    if not joined:
+        tree = replace(tree, origins=None)
     verified = VerifiedTrees(tree, target.logits(features), () if settings.lossless else buffers.draft_logits(),
                              buffers.draft_tokens, settings.greedy, buffers.seeds, lengths, processors)
     left, within, fuzzy = buffers.left if settings.budgeted else None, None, buffers.fuzzy

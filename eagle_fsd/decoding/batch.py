@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter, weights_key
-from ..drafting.growth import Unread, catch_up_in_parts
 from ..drafting.sizing import Drafting
-from ..drafting.tree import DraftTree
+from ..drafting.tree import DraftTree, Unread, catch_up_in_parts
 from ..models.cache import TreeCache
 from ..models.target import TargetModel, prefill_part
 from .request import Request

@@ -17,10 +17,9 @@ from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
 from ..drafting.config import MOST_NODES
 from ..drafting.copies import Copies
-from ..drafting.growth import draft, rerank
 from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.sizing import Plan
-from ..drafting.tree import DraftTree, join_copies, root_only
+from ..drafting.tree import DraftTree, grow, join_copies, rerank, root_only
 from ..models.target import TargetModel
 from .batch import ALLOCATION_ERRORS, Batch
 from .output import Receipt
@@ -111,7 +110,7 @@ def _cycle(batch: Batch, settings: object) -> list[list[Receipt]]:
 def draft_trees(
     batch: Batch, rules: Sequence[Rule], plan: Plan, copies: Sequence[Copies | None] = ()
 ) -> tuple[DraftTree, list[Tensor]]:
-    """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `growth.draft`. Without
+    """Trees of the drafter's nodes and of copies, and the drafter's logits by level, see `grow`. Without
     either, each tree is only a root.
 
     Afterwards the drafter has processed all features.
@@ -125,7 +124,7 @@ def draft_trees(
         coupling = _couple(batch, rules)
         unread = batch.unread(plan.tree, out_of_positions)
         before = batch.draft_cache.lengths
-        scored, logits = draft(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
+        scored, logits = grow(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
         tree = rerank(scored, plan, MOST_NODES if any(copies) else 0)
         batch.features = [[] for _ in requests]
         if out_of_positions:  # the drafter processed their last tokens only to keep the batch in shape
@@ -206,9 +205,10 @@ class VerifiedTrees:
             return self
         requests = [self.requests[row] for row in rows]
         return replace(
-            self, tree=self.tree.select(rows), raw=self.raw[rows], draft_logits=[level[rows] for level in
-            self.draft_logits], seeds=self.seeds[rows], lengths=self.lengths[rows], requests=requests, errors={},
-            greedy=requests[0].options.greedy, processors=shared_processors(requests))
+            self, tree=self.tree.each(lambda part: part[rows]), raw=self.raw[rows],
+            draft_logits=[level[rows] for level in self.draft_logits], seeds=self.seeds[rows],
+            lengths=self.lengths[rows], requests=requests, errors={}, greedy=requests[0].options.greedy,
+            processors=shared_processors(requests))
 
     def noise(self, depth: int) -> Tensor | None:
         """Noise [B, V] for the tokens after nodes of this depth, by seed and absolute position; None: greedy."""

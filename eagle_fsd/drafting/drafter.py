@@ -34,7 +34,7 @@ class Drafter(ABC):
     referable, as classes are by default. Below, members are grouped by their callers.
     """
 
-    # The cycle: `drafting/growth.py`, `decoding/batch.py` and `cycle.py` ------------------------------------------
+    # The cycle: `drafting/tree.py`, `decoding/batch.py` and `cycle.py` --------------------------------------------
 
     reads_features: bool = False
     max_positions: int | None = None  # a longer text, its tree included, gets no drafts of it; None: no limit
