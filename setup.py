@@ -73,7 +73,7 @@ setup(
     package_dir={"": "."} if EDITABLE else MAPPED,
     package_data={
         "eagle_fsd": ["py.typed"],
-        "eagle_fsd.drafting": ["curves.json", "causal_lm/curves.json"],
+        "eagle_fsd.loading": ["curves.json", "causal_lm/curves.json"],
         "eagle_fsd.heads": ["catalogue.json"],
         "eagle_fsd.serve": ["page.css"],
         "eagle_fsd.checkpoints": ["*/*.json", "*/*.safetensors", "*/*.pt", "*/*.md", "*.md"],

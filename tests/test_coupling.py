@@ -20,9 +20,9 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import Copies
-from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_at, gumbel_noise
 from eagle_fsd.drafting.sizing import Plan, Prices
+from eagle_fsd.loading.curves import default_curves
 
 TREE = TreeConfig(16, 5, 4)
 SEEDS = torch.tensor([3, 4, 5])

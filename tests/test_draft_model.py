@@ -22,11 +22,11 @@ from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import TextDrafts, TextSource
-from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Sizing
 from eagle_fsd.drafting.tree import catch_up_in_parts
 from eagle_fsd.loading import timing
+from eagle_fsd.loading.curves import default_curves
 from eagle_fsd.loading.pair import EagleModel
 
 TREE, CHAIN = TreeConfig(12, 4, 3), TreeConfig(16, 15, 1)

@@ -11,10 +11,10 @@ import eagle_fsd
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.drafting.config import TreeConfig
-from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.language_model import DraftModel
 from eagle_fsd.drafting.sizing import Drafting, Latency, Plan, Prices, Sizing
 from eagle_fsd.drafting.tree import Scored, rerank
+from eagle_fsd.loading.curves import default_curves
 from eagle_fsd.loading.timing import greedy_batch
 from eagle_fsd.models import target as target_module
 from eagle_fsd.models.target import TargetModel

@@ -20,7 +20,7 @@ import eagle_fsd
 from eagle_fsd.cli import main as eagle_fsd_command
 from eagle_fsd.cli.arguments import Loading
 from eagle_fsd.data.questions import converse
-from eagle_fsd.drafting.curves import WIDE_TREE
+from eagle_fsd.drafting.sizing import WIDE_TREE
 from eagle_fsd.inputs.prompts import encode_prompt
 from eagle_fsd.loading import timing
 from eagle_fsd.loading.pair import check_once

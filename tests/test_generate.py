@@ -15,9 +15,9 @@ from transformers.generation.streamers import BaseStreamer
 import eagle_fsd
 from eagle_fsd import GenerateOptions, TreeConfig, make_rule
 from eagle_fsd.acceptance.divergence import get_divergence
-from eagle_fsd.drafting.curves import default_curves
 from eagle_fsd.drafting.sizing import Latency, Sizing
 from eagle_fsd.inputs.prompts import encode_prompts
+from eagle_fsd.loading.curves import default_curves
 from eagle_fsd.loading.pair import EagleModel
 
 TREE = TreeConfig(16, 5, 4)

@@ -32,7 +32,7 @@ class TuneCommand:
 
     def run(self) -> None:
         from ..data.questions import read_questions
-        from ..drafting.curves import own_place, store_curves
+        from ..loading.curves import own_place, store_curves
         from ..measure.cycles import fit_curves
 
         check_counts(self, "limit", "max_new_tokens")

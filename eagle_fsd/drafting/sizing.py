@@ -2,8 +2,8 @@
 
 Tokens per second tend to E[tokens] / E[time] of a cycle. Let lambda be the rate achieved so far. A node, a level, or
 the whole draft pays if the tokens it is expected to add exceed lambda times the time it takes (Dinkelbach's parametric
-form of a ratio). `loading/timing.py` measures times at load and `Latency` interpolates them; `Curves` and the
-acceptance rates of copies predict tokens.
+form of a ratio). `loading/timing.py` measures times at load and `Latency` interpolates them; `Curves`, fitted
+statistics of a drafter, and the acceptance rates of copies predict tokens.
 
 The unit of time is a cycle without drafting; lambda counts a row's tokens in that time. The rows of a batch share one
 number of nodes and of levels, so tokens are means over rows.
@@ -11,24 +11,29 @@ number of nodes and of levels, so tokens are means over rows.
 `Drafting` is the policy of one batch: it makes the `Plan` of each cycle from the largest one, see
 `EagleModel.largest_plan`, which has a given tree, or is that of `Sizing` (`tree="auto"`) for the number of rows, with
 `Prices`.
+
+K children of a node, M knots.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import math
 import operator
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .config import MOST_NODES, TreeConfig
 from .copies import Copies
-from .curves import WIDE_TREE, WIDTH, Curves, HeadCurves
 
 # How much more a level of several nodes may cost than a level of one: in levels of one, and in plain cycles.
 WIDER = 1 / 3, 0.02
@@ -36,6 +41,12 @@ USUAL = 24  # the price of a node is the mean over this many further nodes
 PACE, PACE_WEIGHT = 1.6, 4.0  # lambda before the first cycle, and as how many cycles it counts
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 128  # cycles without drafting
 MEMORY = 8  # drafted cycles in a running mean
+WIDTH = 3  # K: children of a node, and nodes of a level, that the curves describe
+WIDE_TREE = TreeConfig(total_tokens=96, depth=16, top_k=4)  # of the cycles that the curves are fitted to
+PRICES = (0.0, 0.05, 0.1, 0.2, 0.4)  # cost of verifying one more node, in tokens
+
+
+# Times --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,31 +66,12 @@ class Latency:
     row: float = 0.0
     plain_row: float = 0.0
 
-    @classmethod
-    def from_json(cls, text: str) -> Latency:
-        """The inverse of `json.dumps(asdict(latency))`.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: any other text.
-        """
-        stored = json.loads(text)
-        base, level = ({int(at): float(value) for at, value in stored[name].items()} for name in ("base", "level"))
-        plain, row, plain_row = (float(stored[name]) for name in ("plain", "row", "plain_row"))
-        times = [*base.values(), *level.values(), plain, row, plain_row]
-        if 1 not in base or not level or not plain > 0 or not all(time >= 0 for time in times):
-            raise ValueError("these cannot be measured times")
-        return cls(base, level, plain, row, plain_row)
-
     def cycle(self, nodes: int = 1, levels: int = 0, top_k: int = 1, rows: int = 1) -> float:
         """Seconds of a cycle that drafts `levels` (0: the drafter is not used) and verifies `nodes` in each row."""
         verified = between(self.base, nodes * rows)
         if levels == 0:
             return self.plain + (verified - between(self.base, 1)) + (rows - 1) * self.plain_row
         return verified + (levels - 1) * between(self.level, top_k * rows) + (rows - 1) * self.row
-
-    def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
-        """The time of a cycle, in cycles without drafting."""
-        return self.cycle(nodes, levels, top_k, rows) / self.cycle(rows=rows)
 
 
 def between(measured: Mapping[int, float], at: float) -> float:
@@ -88,6 +80,87 @@ def between(measured: Mapping[int, float], at: float) -> float:
     values = [measured[point] for point in points]
     slope = (values[-1] - values[-2]) / (points[-1] - points[-2]) if len(points) > 1 else 0.0
     return float(np.interp(at, points, values)) + max(0, at - points[-1]) * slope
+
+
+# Tokens -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Statistics for greedy or for sampled decoding.
+
+    Args:
+        knots: draft log-probabilities, ascending (>= 2).
+        first, others: at the knots, the log acceptance rate of a node's best child and of its other children, after
+            the node itself was accepted; not descending, at most 0. Linear between the knots, constant outside.
+        reaches: summed acceptance probabilities of the nodes that a level expands, ascending.
+        worth: for each reach and each of `PRICES`, the expected tokens of the next level's nodes, each less its price;
+            nodes below their price do not count.
+    """
+
+    knots: tuple[float, ...]
+    first: tuple[float, ...]
+    others: tuple[float, ...]
+    reaches: tuple[float, ...]
+    worth: tuple[tuple[float, ...], ...]
+
+    def level_worth(self, price: float) -> Callable[[float], float]:
+        """The expected tokens of another level, less the price of its nodes, as a function of the reach."""
+        prices = (*PRICES, 1.0)  # at a price of one token no node pays
+        tokens = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
+        return functools.partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
+
+
+def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Linear between the points, constant outside."""
+    right = bisect_right(xs, at)
+    if right in (0, len(xs)):
+        return ys[0 if right == 0 else -1]
+    share = (at - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+def nearly_greedy(temperature: float) -> bool:
+    """Whether a temperature is nearer to 0 than to 1."""
+    return temperature < 0.5
+
+
+class HeadCurves(NamedTuple):
+    """The curves of a head."""
+
+    greedy: Curves
+    sampled: Curves
+
+    def at(self, temperature: float) -> Curves:
+        """The curves that were fitted at the nearer temperature, 0 or 1."""
+        return self.greedy if nearly_greedy(temperature) else self.sampled
+
+
+@functools.lru_cache(maxsize=64)
+def log_rates(curves: Curves, children: int, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """A function of the log-probabilities [..., K] of each node's K = `children` children, in descending order: their
+    log acceptance probabilities [..., K], linear between the knots and constant outside.
+
+    Linear parts are y = slope * x + offset, M + 1 of them for first children, then M + 1 for others.
+    """
+    knots = torch.tensor(curves.knots, dtype=torch.float64)
+    slopes, offsets = [], []
+    for values in (curves.first, curves.others):
+        heights = torch.tensor(values, dtype=torch.float64)
+        slope = torch.nn.functional.pad(heights.diff() / knots.diff(), (1, 1))
+        slopes.append(slope)
+        offsets.append(torch.cat([heights[:1], heights]) - slope * torch.cat([knots[:1], knots]))
+    start = torch.tensor([0] + [len(knots) + 1] * (children - 1)).to(device)  # each child's first part
+    knots, slope_of, offset_of = (part.float().to(device) for part in (knots, torch.cat(slopes), torch.cat(offsets)))
+
+    def rates(log_probs: Tensor) -> Tensor:
+        part = torch.bucketize(log_probs, knots) + start
+        return torch.addcmul(offset_of.take(part), slope_of.take(part), log_probs)
+
+    return rates
+
+
+# Decisions ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -222,7 +295,8 @@ class Sizing:
         key = rows, curves
         if key not in self._plans:
             top_k = self.top_k(rows)
-            prices = Prices(partial(self.latency.relative, top_k, rows), curves)
+            plain = self.latency.cycle(rows=rows)
+            prices = Prices(lambda nodes, levels: self.latency.cycle(nodes, levels, top_k, rows) / plain, curves)
             drafts = curves is not None and prices.outlook()[1] > 0
             self._plans[key] = Plan(replace(self.largest_tree, top_k=top_k), drafts, prices)
         return self._plans[key]

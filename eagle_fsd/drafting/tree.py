@@ -27,10 +27,9 @@ from ..models.target import TargetModel, prefill_part
 from ..utils.topk import largest
 from .config import TreeConfig
 from .copies import ORIGINS, Copies
-from .curves import log_rates
 from .drafter import Drafter
 from .noise import Coupling
-from .sizing import Plan
+from .sizing import Plan, log_rates
 
 IMPOSSIBLE = -1e4  # log-probability of a truncated token; finite, so that sums and the results of `log_rates` are
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.sources import at_revision
 from ..drafting.config import TreeConfig
-from ..drafting.curves import read_curves
 from ..drafting.language_model import DraftModel
 from ..heads.catalogue import display_name, find_pair
 from ..heads.checkpoint import is_causal_lm, load_head
@@ -26,6 +25,7 @@ from ..models.target import CausalLM, TargetModel
 from ..options.load import LoadKeywords, LoadOptions
 from ..options.option import lists_options
 from ..utils.locks import one_at_a_time
+from .curves import read_curves
 from .pair import EagleModel, check_once
 
 if TYPE_CHECKING:

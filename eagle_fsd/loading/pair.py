@@ -16,11 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..captured.cycle import CapturedCycles
 from ..decoding.request import Request
 from ..drafting.config import CPU_TREE, GPU_TREE, TreeConfig
-from ..drafting.curves import HeadCurves, known_curves, nearly_greedy
 from ..drafting.drafter import Drafter
 from ..drafting.language_model import DraftModel
-from ..drafting.sizing import Drafting, Plan, Sizing
-from ..loading.timing import known_latency
+from ..drafting.sizing import Drafting, HeadCurves, Plan, Sizing, nearly_greedy
 from ..models.check import PASSED
 from ..models.digest import weights_digest
 from ..models.linear import check_quantization, packed_form, packed_layers
@@ -29,6 +27,8 @@ from ..models.target import TargetModel, read_structure
 from ..utils.files import remembered
 from ..utils.locks import Lock
 from ..utils.version import code_version
+from .curves import known_curves
+from .timing import known_latency
 
 log = logging.getLogger(__name__)
 _pairs: WeakKeyDictionary[Drafter, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -208,7 +209,7 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
         return measure(target, drafter)
     if is_stored:
         try:
-            stored = Latency.from_json(path.read_text(encoding="utf-8"))
+            stored = read_latency(path)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
             log.warning("%s is not a valid latency (%s): measuring again", path, error)
         else:
@@ -227,6 +228,21 @@ def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     except OSError as error:
         log.warning("%s cannot be written (%s): the latency will be measured again next time", path, error)
     return latency
+
+
+def read_latency(path: Path) -> Latency:
+    """The inverse of `json.dumps(asdict(latency))`, from a file.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError: any other text.
+    """
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    base, level = ({int(at): float(value) for at, value in stored[name].items()} for name in ("base", "level"))
+    plain, row, plain_row = (float(stored[name]) for name in ("plain", "row", "plain_row"))
+    times = [*base.values(), *level.values(), plain, row, plain_row]
+    if 1 not in base or not level or not plain > 0 or not all(time >= 0 for time in times):
+        raise ValueError("these cannot be measured times")
+    return Latency(base, level, plain, row, plain_row)
 
 
 def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str | int | list[str] | None]:

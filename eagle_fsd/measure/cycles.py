@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..api import decode_requests
-from ..drafting.curves import PRICES, WIDE_TREE, WIDTH, Curves, HeadCurves
+from ..drafting.sizing import PRICES, WIDE_TREE, WIDTH, Curves, HeadCurves
 from ..drafting.tree import DraftTree
 from ..inputs.prompts import encode_prompts
 from ..inputs.requests import make_requests
