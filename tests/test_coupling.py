@@ -20,7 +20,7 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, make_rule
 from eagle_fsd.decoding.request import Request
 from eagle_fsd.drafting.copies import Copies
-from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_at, gumbel_noise
+from eagle_fsd.drafting.noise import NOISE_WEIGHT, Coupling, couple_copies, gumbel_noise
 from eagle_fsd.drafting.sizing import Plan, Prices
 from eagle_fsd.loading.curves import default_curves
 
@@ -81,7 +81,8 @@ def test_noise_of_some_tokens_is_that_of_all():
     positions = torch.tensor([[0, 7], [1, 2], [5, 5]])
     whole, some = gumbel_noise(SEEDS, positions, 50), torch.tensor([3, 49, 0, 17])
     assert torch.equal(gumbel_noise(SEEDS, positions, some), whole[..., some])
-    assert gumbel_at(4, positions[1], torch.tensor([17, 3])).tolist() == [whole[1, 0, 17], whole[1, 1, 3]]
+    of_each = gumbel_noise(SEEDS, positions, torch.tensor([[17], [3]]))
+    assert of_each[..., 0].tolist() == torch.stack([whole[:, 0, 17], whole[:, 1, 3]], 1).tolist()
 
 
 # --- laws ----------------------------------------------------------------------------------------

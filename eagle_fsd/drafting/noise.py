@@ -67,7 +67,7 @@ def _mix(bits: Tensor) -> Tensor:
 def gumbel_noise(
     seeds: Tensor,  # [B] int64
     positions: Tensor,  # [B, P] int64
-    tokens: int | Tensor,  # V: all tokens; or ids [R] int64
+    tokens: int | Tensor,  # V: all tokens; or ids [R] or, for each position, [P, R] int64
 ) -> Tensor:  # [B, P, V or R] float32
     """Standard Gumbel noise of tokens at absolute positions.
 
@@ -75,7 +75,12 @@ def gumbel_noise(
     A tree needs one position per depth; gather the rows by node depth.
     """
     tokens = torch.arange(tokens, device=seeds.device) if isinstance(tokens, int) else tokens
-    return _gumbel(_keys(seeds[:, None], positions)[..., None], tokens)
+    keys = _mix(_mix(seeds[:, None] + GOLDEN_GAMMA) + positions * GOLDEN_GAMMA)[..., None]  # [B, P, 1]
+    bits = _shift_right(_mix(keys + (tokens + 1) * GOLDEN_GAMMA), 64 - UNIFORM_BITS)
+    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, which resolves u near 1
+    # to 2^-53; the second in float32, whose range includes all of -log(u), [2^-53, 37).
+    return uniform.log_().neg_().float().log_().neg_()
 
 
 def position_after(root: Tensor | int, depth: Tensor | int) -> Tensor | int:
@@ -85,27 +90,6 @@ def position_after(root: Tensor | int, depth: Tensor | int) -> Tensor | int:
         root: position of the tree's root, of depth 0.
     """
     return root + depth + 1
-
-
-def gumbel_at(
-    seed: int,
-    positions: Tensor,  # [M] int64
-    tokens: Tensor,  # [M] int64
-) -> Tensor:  # [M] float32
-    """The noise of one token at each position."""
-    return _gumbel(_keys(torch.tensor(seed, device=positions.device), positions), tokens)
-
-
-def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    return _mix(_mix(seeds + GOLDEN_GAMMA) + positions * GOLDEN_GAMMA)
-
-
-def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    bits = _shift_right(_mix(keys + (tokens + 1) * GOLDEN_GAMMA), 64 - UNIFORM_BITS)
-    uniform = bits.double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
-    # Both logarithms of -log(-log(u)) keep their relative precision: the first in float64, which resolves u near 1
-    # to 2^-53; the second in float32, whose range includes all of -log(u), [2^-53, 37).
-    return uniform.log_().neg_().float().log_().neg_()
 
 
 @dataclass(frozen=True)
@@ -165,7 +149,7 @@ def couple_copies(copies: Copies, seed: int, length: int) -> Copies:
         length: L, the position of the root.
     """
     positions = position_after(length, torch.tensor(copies.depths) - 1)
-    noise = gumbel_at(seed, positions, torch.tensor(copies.tokens)).tolist()
+    noise = gumbel_noise(torch.tensor([seed]), positions[None], torch.tensor(copies.tokens)[:, None]).flatten().tolist()
     scores: list[float] = []
     for copy, (parent, score, matched) in enumerate(zip(copies.parents, copies.scores, copies.matched, strict=True)):
         above, now = (0.0, 0.0) if parent < 0 else (copies.scores[parent], scores[parent])

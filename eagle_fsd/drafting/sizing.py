@@ -17,7 +17,6 @@ K children of a node, M knots.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -25,7 +24,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +107,7 @@ class Curves:
         """The expected tokens of another level, less the price of its nodes, as a function of the reach."""
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
         tokens = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
-        return functools.partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
+        return partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
 
 
 def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -136,7 +135,7 @@ class HeadCurves(NamedTuple):
         return self.greedy if nearly_greedy(temperature) else self.sampled
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def log_rates(curves: Curves, children: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     """A function of the log-probabilities [..., K] of each node's K = `children` children, in descending order: their
     log acceptance probabilities [..., K], linear between the knots and constant outside.
