@@ -31,11 +31,10 @@ import eagle_fsd
 from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
 from eagle_fsd.acceptance import Nodes
 from eagle_fsd.acceptance.fsd import FSD
-from eagle_fsd.captured import buffers as captured_buffers
-from eagle_fsd.captured.buffers import Buffers
+from eagle_fsd.captured import programs as captured_programs
 from eagle_fsd.captured.capture import Pool, Program, uncollected
 from eagle_fsd.captured.cycle import CapturedCycles, log_uncaptured, settings_of
-from eagle_fsd.captured.programs import draft, join_copies, verify, walk_and_keep
+from eagle_fsd.captured.programs import Buffers, draft, join_copies, verify, walk_and_keep
 from eagle_fsd.decoding import cycle
 from eagle_fsd.decoding.batch import Batch
 from eagle_fsd.decoding.request import Request
@@ -83,8 +82,8 @@ CASES = {"EAGLE-2": ["exact", "fsd"], "reduced": ["fsd"], "EAGLE-3": ["fsd"], "E
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Texts of the tests cross the borders of buckets."""
-    monkeypatch.setattr(captured_buffers, "BUCKET", 32)
-    monkeypatch.setattr(captured_buffers, "ALIGNED", 8)
+    monkeypatch.setattr(captured_programs, "BUCKET", 32)
+    monkeypatch.setattr(captured_programs, "ALIGNED", 8)
 
 
 def capturing(pair: EagleModel) -> EagleModel:
@@ -482,7 +481,7 @@ def on_cuda(pair, **options):
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("kind, rules", CASES.items(), ids=str)
 def test_graphs_compute_the_same(kind, rules, draw, monkeypatch):
-    monkeypatch.setattr(captured_buffers, "BUCKET", 512)
+    monkeypatch.setattr(captured_programs, "BUCKET", 512)
     eager, graphs = on_cuda(PAIRS[kind](), cuda_graphs=False), on_cuda(PAIRS[kind]())
     assert eager.captured is None
     for rule in rules:
@@ -498,7 +497,7 @@ def test_graphs_compute_the_same(kind, rules, draw, monkeypatch):
 @pytest.mark.parametrize("draw", DRAWS)
 @torch.inference_mode()
 def test_the_host_waits_for_an_event_alone(draw, monkeypatch):
-    monkeypatch.setattr(captured_buffers, "BUCKET", 512)
+    monkeypatch.setattr(captured_programs, "BUCKET", 512)
     pair = on_cuda(tiny_pair(max_position_embeddings=512))
     options = {"max_new_tokens": 300, "text_drafts": "off", "ignore_eos": True, "fuzzy_within": (5, 8)}
     options = GenerateOptions(**options | RULES["fsd"] | DRAWS[draw])

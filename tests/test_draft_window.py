@@ -11,7 +11,7 @@ from tiny import VOCAB, tiny_chat_pair, tiny_head, tiny_pair, tiny_target
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TreeConfig
-from eagle_fsd.captured import buffers
+from eagle_fsd.captured import programs
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.models import target as target_module
 from eval import draft_window
@@ -95,8 +95,8 @@ def test_drafts_are_the_same_everywhere_and_lossless(kind, window, monkeypatch):
     for outputs in found:
         assert [out.stats.accepted_lengths for out in outputs] == [
             out.stats.accepted_lengths for out in alone[: len(outputs)]]
-    monkeypatch.setattr(buffers, "BUCKET", 32)
-    monkeypatch.setattr(buffers, "ALIGNED", 8)
+    monkeypatch.setattr(programs, "BUCKET", 32)
+    monkeypatch.setattr(programs, "ALIGNED", 8)
     for some in (prompts, prompts[:1]):
         both(pair, some, **options)
         assert pair.captured.taken and all(pair.captured.taken)

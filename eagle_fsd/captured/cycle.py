@@ -31,9 +31,8 @@ from ..drafting.drafter import Drafter, weights_key
 from ..drafting.tree import columns_of
 from ..models.cache import TreeCache
 from ..models.target import TargetModel
-from .buffers import BUCKET, Buffers, Download
 from .capture import Pool
-from .programs import Settings, draft, join_copies, verify, walk_and_keep
+from .programs import BUCKET, Buffers, Download, Settings, draft, join_copies, verify, walk_and_keep
 
 log = logging.getLogger(__name__)
 # A captured cycle takes about half as long as another, however many rows it has (14.1 and 27.3 ms on an H100). Beside
