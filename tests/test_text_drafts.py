@@ -223,7 +223,7 @@ def head_trees(seed, config):
     prompts = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
     features = pair.target.prefill(prompts[:, :-1], pair.target.new_cache(9, 2))
     cache = pair.draft.new_cache(8 + config.depth * config.top_k, 2)
-    return draft_tree(pair.draft, pair.target, features, prompts[:, 1:], cache, Plan(config), MOST_NODES)[0]
+    return draft_tree(pair.draft, pair.target, features, prompts[:, 1:], cache, Plan(config), wide=True)[0]
 
 
 def random_copies(draw, head):

@@ -271,10 +271,10 @@ def save_pair(folder, model: EagleModel | None = None) -> None:
     save_head(model.draft, folder / "head")
 
 
-def draft_tree(drafter, target, features, tokens, cache, plan, nodes=0, coupling=None):
+def draft_tree(drafter, target, features, tokens, cache, plan, wide=False, coupling=None):
     """One tree per row [T, F], [T], and the draft's logits by level."""
     scored, logits = grow(drafter, target, Unread.of(features, tokens, cache), cache, plan, coupling)
-    return rerank(scored, plan, nodes), logits
+    return rerank(scored, plan, wide=wide), logits
 
 
 def prefill(batch):

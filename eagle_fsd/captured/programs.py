@@ -24,7 +24,7 @@ from transformers import LogitsProcessorList
 from ..acceptance import Rule
 from ..acceptance.walk import Within, descend, emitted
 from ..decoding.cycle import VerifiedTrees
-from ..drafting.config import MOST_NODES, TreeConfig
+from ..drafting.config import TreeConfig
 from ..drafting.drafter import Drafter
 from ..drafting.noise import Coupling
 from ..drafting.sizing import Plan
@@ -63,7 +63,7 @@ class Buffers:
         self.device, self.rows, self.config = storage.device, storage.shape[2], tree
         self.key = self.rows, tree, copying
         self.most = 1 if tree is None else tree.total_tokens  # N, at most
-        self.wide = min(max(tree.total_tokens, MOST_NODES), tree.scored_nodes + 1) if copying else 0  # W
+        self.wide = tree.wide if copying else 0  # W
         self.path = 1 if tree is None else tree.path + 1  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
         self.reads_features = drafter is not None and drafter.reads_features
@@ -251,7 +251,7 @@ def draft(
     scored, logits = grow(drafter, target, fed, cache, plan, coupling)
     store_tree(buffers.tree, rerank(scored, plan))
     if buffers.wide:
-        store_tree(buffers.wide_tree, rerank(scored, plan, buffers.wide))
+        store_tree(buffers.wide_tree, rerank(scored, plan, wide=True))
     if not settings.lossless:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
             mine.copy_(level)

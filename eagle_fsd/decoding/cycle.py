@@ -15,7 +15,6 @@ from transformers import LogitsProcessorList
 
 from ..acceptance import Rule
 from ..acceptance.walk import Step, Within, walk
-from ..drafting.config import MOST_NODES
 from ..drafting.copies import Copies
 from ..drafting.noise import Coupling, gumbel_noise, position_after
 from ..drafting.sizing import Plan
@@ -125,7 +124,7 @@ def draft_trees(
         unread = batch.unread(plan.tree, out_of_positions)
         before = batch.draft_cache.lengths
         scored, logits = grow(batch.drafter, batch.target, unread, batch.draft_cache, plan, coupling)
-        tree = rerank(scored, plan, MOST_NODES if any(copies) else 0)
+        tree = rerank(scored, plan, wide=any(copies))
         batch.features = [[] for _ in requests]
         if out_of_positions:  # the drafter processed their last tokens only to keep the batch in shape
             batch.draft_cache.lengths = [before[number] if number in out_of_positions else length

@@ -5,8 +5,8 @@ Numbers of nodes, the root included unless it says otherwise:
     total_tokens   TreeConfig  verified at most, copies included
     scored_nodes   TreeConfig  scored by the drafter at most, without the root
     nodes          TreeConfig  verified at most without copies
+    wide           TreeConfig  of the drafter, with which copies compete, at most
     nodes(scores)  Plan        verified in this cycle
-    wide           Buffers     of the drafter, with which copies compete
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class TreeConfig:
     def nodes(self) -> int:
         """Nodes verified per cycle without copies: `total_tokens`, or fewer where fewer can be scored."""
         return min(self.total_tokens, self.scored_nodes + 1)
+
+    @property
+    def wide(self) -> int:
+        """Nodes of the drafter with which copies compete."""
+        return min(max(self.total_tokens, MOST_NODES), self.scored_nodes + 1)
 
     @property
     def path(self) -> int:

@@ -238,12 +238,11 @@ def _best_children(
     return scores, tokens if named is None else named[tokens]
 
 
-def rerank(scored: Scored, plan: Plan, keep_at_least: int = 0) -> DraftTree:
+def rerank(scored: Scored, plan: Plan, *, wide: bool = False) -> DraftTree:
     """The N best scored nodes as a tree.
 
     Args:
-        keep_at_least: not 0: N is this number or `total_tokens`, whichever is larger, for a caller that selects from
-            them; 0: N is the plan's.
+        wide: N is `TreeConfig.wide`, for copies that join; else it is the plan's.
 
     A cumulative log-probability never increases along a path, so the best nodes are connected. If it rounds to the
     parent's, the stable sort keeps the parent first. NaN scores of a broken head sort last; the root stays first.
@@ -253,8 +252,8 @@ def rerank(scored: Scored, plan: Plan, keep_at_least: int = 0) -> DraftTree:
     comparable = scores.nan_to_num(nan=-math.inf, neginf=-math.inf)
     comparable[:, 0] = math.inf  # rounding can raise other scores above 0
     sorted_scores, order = comparable.sort(dim=1, descending=True, stable=True)
-    count = min(max(plan.tree.total_tokens, keep_at_least), scores.shape[1])
-    if plan.prices is not None and not keep_at_least:
+    count = min(plan.tree.wide if wide else plan.tree.nodes, scores.shape[1])
+    if plan.prices is not None and not wide:
         sorted_scores[:, 0] = 0.0
         count = plan.nodes(sorted_scores[:, :count].tolist())
         if count == 1:

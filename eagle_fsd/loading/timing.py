@@ -21,7 +21,7 @@ from ..decoding import cycle
 from ..decoding.batch import Batch
 from ..decoding.request import Request
 from ..drafting.config import TreeConfig
-from ..drafting.copies import Copies, TextDrafts, TextSource
+from ..drafting.copies import Copies, TextDrafts, TextSource, forced_copies
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting, Latency, Plan, Prices
 from ..models.digest import config_digest
@@ -176,9 +176,7 @@ class SameCopies(TextSource):
 
     def __init__(self, chain: Sequence[int]) -> None:
         super().__init__([], TextDrafts())
-        numbers = list(range(len(chain)))
-        self.chain = Copies(list(chain), [number - 1 for number in numbers], [0.0] * len(chain), [1] * len(chain),
-                            [0] * len(chain))
+        self.chain = forced_copies(chain)
 
     def propose(self, forced: Copies | None = None, left: int = 0) -> Copies:
         return self.chain
