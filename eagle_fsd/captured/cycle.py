@@ -48,7 +48,7 @@ class CapturedCaches:
     """The storage of a pair of caches, with the buffers and programs that have its addresses.
 
     Args:
-        batch: while its caches exist, and have this storage, it is their own.
+        batch: while its caches exist, the storage is theirs.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -64,15 +64,14 @@ class CapturedCaches:
         self.weights = weights_key(target, drafter)
 
     def belongs_to(self, batch: Batch) -> bool:
-        return len(self.owners) == len(batch.caches) and all(
-            owner() is cache and any(storage is mine for storage in cache.allocated)
-            for owner, mine, cache in zip(self.owners, self.storages, batch.caches, strict=True))
+        return len(self.storages) == len(batch.caches) and all(
+            any(storage is mine for storage in cache.allocated)
+            for mine, cache in zip(self.storages, batch.caches, strict=True))
 
     @property
     def free(self) -> bool:
-        """Whether no cache in use has one of its storages."""
-        caches = [cache for owner in self.owners if (cache := owner()) is not None]
-        return not any(storage is mine for mine in self.storages for cache in caches for storage in cache.allocated)
+        """Whether its caches exist no more."""
+        return all(owner() is None for owner in self.owners)
 
     def fits(self, rooms: Sequence[int], rows: int) -> bool:
         """Whether its caches are large enough."""
