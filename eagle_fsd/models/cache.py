@@ -31,7 +31,6 @@ class TreeCacheLayer(CacheLayerMixin):
     """One layer: a view of the cache's storage that grows with every update."""
 
     is_sliding = False  # the cache keeps every position; the mask applies a sliding window
-    is_compileable = False
 
     def __init__(self, cache: TreeCache, device: torch.device) -> None:
         super().__init__()
@@ -84,8 +83,6 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.cache.capacity
-
-    get_max_cache_shape = get_max_length  # the name in older minor versions
 
 
 class TreeCache(Cache):

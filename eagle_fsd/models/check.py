@@ -46,7 +46,7 @@ def check_config(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise ValueError(f"{name} is not supported: a decoder-only causal LM with an output head is needed")
     unknown = kinds - {"full_attention", SLIDING, CHUNKED}  # only these cache one row of keys per position
-    if unknown or (getattr(model, "_is_stateful", False) and not kinds):
+    if unknown or (model._is_stateful and not kinds):
         raise ValueError(
             f"{name} is not supported: it has layers of type {', '.join(sorted(unknown)) or 'recurrent state'}; "
             "only layers of full, sliding or chunked attention can verify a tree and be rolled back to one of its paths"
