@@ -23,8 +23,8 @@ class Fixed(Drafter):
     def __init__(self, tokens):
         self.logits = torch.zeros(VOCAB).index_fill(0, torch.tensor(tokens), 5.0)
 
-    def new_cache(self, capacity, batch=1, spare=None):
-        return TreeCache([torch.device("cpu")], capacity, batch, spare)
+    def new_cache(self, capacity, batch=1):
+        return TreeCache([torch.device("cpu")], capacity, batch)
 
     def predict(self, states, tokens, positions, ancestors, cache):
         return tokens[..., None].float()

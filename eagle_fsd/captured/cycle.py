@@ -136,8 +136,10 @@ class CapturedCycles:
             if held is None:
                 larger = capacity_of(rooms[0]) - rooms[0]
                 return [model.new_cache(room + larger, rows) for model, room in zip(models, rooms, strict=True)]
-            caches = [model.new_cache(storage.shape[-2], storage.shape[2], storage)
+            caches = [model.new_cache(storage.shape[-2], storage.shape[2])
                       for model, storage in zip(models, held.storages, strict=True)]
+            for cache, storage in zip(caches, held.storages, strict=True):
+                cache.spare = storage
             held.owners = list(map(weakref.ref, caches))
             storages_of(models, caches)  # takes the spare ones
             for cache in caches:

@@ -42,8 +42,8 @@ class Drafter(ABC):
     draft_tokens: Tensor | None = None  # [R] long, ascending: the target's ids of its tokens; None: 0 to R - 1
 
     @abstractmethod
-    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
-        """An empty cache with room for `capacity` positions of each sequence; `spare`: see `TreeCache`."""
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache with room for `capacity` positions of each sequence."""
 
     def to_states(
         self,

@@ -247,9 +247,9 @@ class DraftHead(nn.Module, Drafter):
         """The layers, of a target's `count`, whose input hidden states the head reads in addition to the last one."""
         return ()
 
-    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
-        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
-        return TreeCache([self.device], capacity, batch, spare)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch."""
+        return TreeCache([self.device], capacity, batch)
 
     def forward(
         self,

@@ -92,12 +92,9 @@ class TreeCache(Cache):
 
     Args:
         capacity: positions per sequence.
-        spare: storage of a cache of this size that is no longer used, to be used again.
     """
 
-    def __init__(
-        self, devices: list[torch.device], capacity: int, batch: int = 1, spare: Tensor | None = None
-    ) -> None:
+    def __init__(self, devices: list[torch.device], capacity: int, batch: int = 1) -> None:
         super().__init__(layers=[TreeCacheLayer(self, device) for device in devices])
         self.capacity, self.batch = capacity, batch
         self.rows = slice(0, batch)  # that a forward reads and writes
@@ -105,7 +102,7 @@ class TreeCache(Cache):
         self.position_offset: Tensor | int = 0
         self.committed = [0] * batch  # of the rows at the last commit
         self.allocated: list[Tensor] = []  # the storage so far: [layers, 2, B, H, C, D], or 1 in place of 2
-        self._spare = spare
+        self.spare: Tensor | None = None  # storage of a cache of this size that is no longer used, to be used again
         self._free: dict[tuple, list[Tensor]] = {}  # unassigned [2, B, H, C, D], by device and shape
 
     def allocate(self, device: torch.device, key_states: Tensor, value_states: Tensor) -> Tensor | list[Tensor]:
@@ -147,8 +144,8 @@ class TreeCache(Cache):
 
     def _storage(self, states: Tensor, layers: int, tensors: int) -> Tensor:
         shape = layers, tensors, self.batch, states.shape[1], self.capacity, states.shape[3]
-        if (spare := self._spare) is not None and (*spare.shape, spare.dtype) == (*shape, states.dtype):
-            self._spare, storage = None, spare.zero_()
+        if (spare := self.spare) is not None and (*spare.shape, spare.dtype) == (*shape, states.dtype):
+            self.spare, storage = None, spare.zero_()
         else:
             new = states.new_zeros if self.batch > 1 else states.new_empty  # a stale slot must not contain NaN
             storage = new(shape)

@@ -309,9 +309,9 @@ class CausalLM:
             return self.max_positions
         return limit + 1
 
-    def new_cache(self, capacity: int, batch: int = 1, spare: Tensor | None = None) -> TreeCache:
-        """An empty cache of `capacity` positions for each sequence of a batch; `spare`: see `TreeCache`."""
-        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch, spare)
+    def new_cache(self, capacity: int, batch: int = 1) -> TreeCache:
+        """An empty cache of `capacity` positions for each sequence of a batch."""
+        return TreeCache([device_of(layer) for layer in self.decoder_layers], capacity, batch)
 
     # Forwards -----------------------------------------------------------------------------------------------------
 
