@@ -66,7 +66,7 @@ class DraftModel(CausalLM, Drafter):
         self.refresh()
 
     def pack_for(self, target: TargetModel, form: str | None) -> None:
-        self.pack(form)
+        self.pack(draft_form(form))
 
     def predict(
         self,
@@ -89,6 +89,11 @@ class DraftModel(CausalLM, Drafter):
     ) -> Tensor:  # [..., R] float32
         """Logits of its own output layer."""
         return self.logits(states.to(self.output_device))[..., : self.draft_vocab_size].to(states.device)
+
+
+def draft_form(quantization: str | None) -> str | None:
+    """In place of "int8" the fast form: what a drafter computes is verified, so its last bits do not matter."""
+    return "int8-fast" if quantization == "int8" else quantization
 
 
 def check_tokens(draft: DraftModel, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

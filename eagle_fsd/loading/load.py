@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.sources import at_revision
 from ..drafting.config import TreeConfig
-from ..drafting.language_model import DraftModel
+from ..drafting.language_model import DraftModel, draft_form
 from ..heads.catalogue import display_name, find_pair
 from ..heads.checkpoint import is_causal_lm, load_head
 from ..heads.eagle import DraftHead, OutputRows
@@ -85,7 +85,7 @@ def load(
         small_model, small_tokenizer = load_model(
             draft, asked.draft_dtype or asked.dtype,
             {**placement, "device": place, "device_map": None, "quantization_config": None},
-            quantization=asked.draft_quantization or asked.quantization, **packs)
+            quantization=draft_form(asked.draft_quantization or asked.quantization), **packs)
         drafter = DraftModel(small_model, small_tokenizer, fused=fused)
         set_attention(drafter, asked.attn_implementation)
     pair = EagleModel.from_parts(model, drafter, tokenizer, fused=fused, cuda_graphs=asked.cuda_graphs)

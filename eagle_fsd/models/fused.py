@@ -181,15 +181,12 @@ class FusedDecoder:
     Args:
         decoder: has `embed_tokens`, `layers`, `norm` and `rotary_emb`.
         layers: the decoder's list of layers.
-        batch_invariant: use `InvariantAttention` where the layers are packed as int8.
 
     Raises:
         Unsupported: the decoder has another architecture, or is spread over devices.
     """
 
-    def __init__(
-        self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig, *, batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig) -> None:
         if type(decoder).__name__ not in FAMILIES:
             raise Unsupported(f"{type(decoder).__name__} is not one of {', '.join(sorted(FAMILIES))}")
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -204,7 +201,6 @@ class FusedDecoder:
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
         self.layers = [FusedLayer(layer, config) for layer in layers]
         self.rotary = Rotary(decoder.rotary_emb)
-        self.batch_invariant = batch_invariant
 
     @torch.no_grad()
     def __call__(
@@ -240,7 +236,7 @@ class FusedDecoder:
     ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
         """See `attention_over`."""
         first, count, dtype = self.layers[0], tokens.shape[1], self.decoder.embed_tokens.weight.dtype
-        groups, invariant = first.heads // first.key_heads, self.batch_invariant and first.qkv.form is Int8
+        groups, invariant = first.heads // first.key_heads, first.qkv.form is Int8
         if ancestors is None and not invariant and isinstance(start, int) and (start == 0 or count == 1):
             return attention_over(None, count > 1, groups)
         ancestors = causal_ancestors(tokens) if ancestors is None else ancestors

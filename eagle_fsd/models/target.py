@@ -41,14 +41,13 @@ class Forward:
 
     Args:
         stock_reason: why the stock decoder computes; None: `FusedDecoder` does.
-        batch_invariant: see `FusedDecoder`.
 
     Raises:
         Unsupported: `FusedDecoder` was asked for and does not support the model.
         ValueError: the decoder has no list of layers.
     """
 
-    def __init__(self, model: PreTrainedModel, stock_reason: str | None, *, batch_invariant: bool) -> None:
+    def __init__(self, model: PreTrainedModel, stock_reason: str | None) -> None:
         self.model, self.structure, self.stock_reason = model, read_structure(model), stock_reason
         self.config = config = model.config.get_text_config(decoder=True)
         decoder = model.get_decoder()
@@ -59,7 +58,7 @@ class Forward:
         if stock_reason is None:
             if set(self.masked_layers.kinds) != {"full_attention"}:
                 raise Unsupported("it has layers without full attention")
-            self.fused = FusedDecoder(self.decoder, self.layers, config, batch_invariant=batch_invariant)
+            self.fused = FusedDecoder(self.decoder, self.layers, config)
 
     def __getstate__(self) -> dict:
         return vars(self) | {"structure": ()}  # a copy or a pickle has another model
@@ -110,7 +109,6 @@ class CausalLM:
         check: compare the logits of a tree with the model's own, unless this model has passed before, as it is.
 
     Attributes:
-        batch_invariant: see `FusedDecoder`.
         feature_layers: whose input hidden states the features begin with, see `TargetModel`.
 
     Raises:
@@ -118,7 +116,6 @@ class CausalLM:
             no arbitrary mask, or its logits of a tree are not finite or differ from its own forward's.
     """
 
-    batch_invariant = False  # what a drafter computes is verified
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, model: PreTrainedModel, *, fused: bool = False, check: bool = True) -> None:
@@ -185,7 +182,7 @@ class CausalLM:
 
     def _checked(self, tree_check: TreeCheck | None, stock_reason: str | None) -> Forward:
         """A forward of the model as it is that has passed the check, if there is one."""
-        forward = Forward(self.model, stock_reason, batch_invariant=self.batch_invariant)
+        forward = Forward(self.model, stock_reason)
         if tree_check is not None:
             tree_check.compare(self, forward)
         return forward
@@ -365,8 +362,6 @@ class TargetModel(CausalLM):
     are F = D * (layers + 1) wide; of n layers, number n stands for the output of the last, before the norm. An EAGLE-3
     head reads the first part; `logits` reads the last D.
     """
-
-    batch_invariant = True
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Group texts of these lengths, by index, into batches that can be decoded together.
