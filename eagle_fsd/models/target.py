@@ -16,7 +16,6 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..utils.locks import Lock
 from .attention import turn_off_cudnn
 from .cache import BucketCache, TreeCache, cache_name
 from .check import PASSED, STRUCTURES, TreeCheck, check_config
@@ -136,7 +135,7 @@ class CausalLM:
         self.positions_from_cache = bool(getattr(config, "attn_temperature_tuning", False))
         if any(weight.is_cuda for weight in model.parameters()):
             turn_off_cudnn()
-        self.wants_fused, self._reading = fused, Lock()
+        self.wants_fused = fused
         self.computation = self._read(check)  # replaced as a whole, never changed: other threads compute with it
 
     # The model as it is -------------------------------------------------------------------------------------------
@@ -147,10 +146,9 @@ class CausalLM:
         Raises:
             ValueError: see `CausalLM`.
         """
-        with self._reading:
-            if self.computation.structure != read_structure(self.model):
-                check_config(self.model, self.config)
-                self.computation = self._read(check=True)
+        if self.computation.structure != read_structure(self.model):
+            check_config(self.model, self.config)
+            self.computation = self._read(check=True)
 
     def _read(self, check: bool) -> Forward:
         """The forward of the model as it is, by `FusedDecoder` if that is wanted and computes the same."""
