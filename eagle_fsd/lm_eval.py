@@ -18,7 +18,7 @@ from .hf import custom_generate
 from .loading.load import load
 from .options.generate import GenerateOptions
 from .options.load import LoadOptions
-from .utils.extras import install_command
+from .utils.installation import install_command
 
 try:
     from lm_eval.api.registry import register_model

@@ -32,7 +32,7 @@ from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
 from eagle_fsd.utils.checks import check_choice, require_number
 from eagle_fsd.utils.files import check_same, read_lines
-from eagle_fsd.utils.version import code_version, processor_name
+from eagle_fsd.utils.installation import code_version, processor_name
 from eval.command import option_record, run_command
 from train.config import RECIPES
 from train.teacher import read_index, target_digest

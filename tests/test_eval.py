@@ -30,7 +30,7 @@ from eagle_fsd.measure.methods import assisted, described, draft_model, engine, 
 from eagle_fsd.measure.records import ROOT, environment, shown, write_record
 from eagle_fsd.measure.settings import ComparisonOptions
 from eagle_fsd.models.linear import packed_form
-from eagle_fsd.utils import version
+from eagle_fsd.utils import installation
 from eval import forwards, likelihood, memory, quantisation
 
 TREE = eagle_fsd.TreeConfig(8, 3, 2)
@@ -387,7 +387,7 @@ def test_a_log_of_other_answers_is_not_continued(chat_model, tmp_path, monkeypat
         weights.data = saved[2]
     for where, attribute, value, name in (
             (timing, "processor_name", lambda: "other", "processor"), (torch, "get_num_threads", lambda: 77, "threads"),
-            (version, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
+            (installation, "__version__", "0", "eagle_fsd"), (torch, "__version__", "0", "torch"),
             (chat_model.target.model.config, "rms_norm_eps", 0.5, "config"),
             (chat_model.draft.config, "rms_norm_eps", 0.5, "head_config"),
             (chat_model.target.model.generation_config, "no_repeat_ngram_size", 3, "generation_config")):
@@ -554,7 +554,7 @@ def test_records_hold_any_text(tmp_path, monkeypatch):
 def checkout(tmp_path, monkeypatch):
     """A repository with a package eagle_fsd, in place of ours; and git, after which this is a new process."""
     def git(*words):
-        version.commit.cache_clear()
+        installation.commit.cache_clear()
         subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *words], cwd=tmp_path, check=True)
 
     for name in ("eagle_fsd/rows.py", "eagle_fsd/__init__.py", "setup.py", "docs/method.md"):
@@ -563,9 +563,9 @@ def checkout(tmp_path, monkeypatch):
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "Begin")
-    monkeypatch.setattr(version, "ROOT", tmp_path)
+    monkeypatch.setattr(installation, "ROOT", tmp_path)
     yield tmp_path, git
-    version.commit.cache_clear()
+    installation.commit.cache_clear()
 
 
 def test_a_record_says_whether_its_commit_is_all_there_is_to_the_code(checkout, tmp_path, monkeypatch):
@@ -618,10 +618,10 @@ def test_a_package_in_a_repository_of_its_user_is_not_of_that_repositorys_commit
     for words in (["init", "-q"], ["add", "." if tracked else "theirs.py"],
                   ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "Begin"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    monkeypatch.setattr(version, "ROOT", package.parent)
-    version.commit.cache_clear()
+    monkeypatch.setattr(installation, "ROOT", package.parent)
+    installation.commit.cache_clear()
     found = environment()
-    version.commit.cache_clear()
+    installation.commit.cache_clear()
     assert (found["commit"] is None) != tracked and found["clean"] == tracked
     assert found["eagle_fsd"] == eagle_fsd.__version__
     page = write_record(tmp_path / "x", {}, "text")

@@ -24,7 +24,7 @@ from eagle_fsd.serve.answers import usage
 from eagle_fsd.serve.app import create_app
 from eagle_fsd.serve.limits import ServeOptions
 from eagle_fsd.serve.server import configuration, reserve, serve
-from eagle_fsd.utils.extras import install_command
+from eagle_fsd.utils.installation import install_command
 
 CHAT = "/v1/chat/completions"
 PAIR = [word for name, path in zip(("--target", "--draft"), SMALL, strict=True) for word in (name, path)]
@@ -171,16 +171,17 @@ def test_what_is_missing_is_named_alone(monkeypatch):
             raise PackageNotFoundError(name)
         return "0.1" if name == "h11" else "99"
 
-    monkeypatch.setattr("eagle_fsd.utils.extras.version", version)
-    monkeypatch.setattr("eagle_fsd.utils.extras.requires", lambda name: [
+    monkeypatch.setattr("eagle_fsd.utils.installation.version", version)
+    monkeypatch.setattr("eagle_fsd.utils.installation.requires", lambda name: [
         "torch>=2.9", *(f'{each}; extra == "{extra}"' for extra in ("serve", "page")
                         for each in ("fastapi>=0.165", "uvicorn>=0.34", "h11>=0.14")), 'gradio>=6; extra == "page"'])
     for page, named in ((False, "'uvicorn>=0.34' 'h11>=0.14'"), (True, "'uvicorn>=0.34' 'h11>=0.14' 'gradio>=6'")):
         with pytest.raises(ImportError, match=f"pip install {named}$"):
             check_packages(page)
-    monkeypatch.setattr("eagle_fsd.utils.extras.version", lambda name: "99")
+    monkeypatch.setattr("eagle_fsd.utils.installation.version", lambda name: "99")
     check_packages(True)
-    monkeypatch.setattr("eagle_fsd.utils.extras.requires", lambda name: version("gradio"))  # a checkout, not installed
+    # A checkout that is not installed.
+    monkeypatch.setattr("eagle_fsd.utils.installation.requires", lambda name: version("gradio"))
     check_packages(True)
     assert install_command("page").endswith(f" -m pip install '{ROOT}[page]'")
 

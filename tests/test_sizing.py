@@ -42,7 +42,7 @@ from eagle_fsd.loading.timing import (
 )
 from eagle_fsd.measure import cycles
 from eagle_fsd.measure.cycles import Cycle, fit, observed
-from eagle_fsd.utils.version import processor_name
+from eagle_fsd.utils.installation import processor_name
 
 CHEAP = Latency({1: 1.0, 64: 1.3}, {k: 0.01 for k in (1, 2, 3, 4)}, 1.0)
 STEEP = Latency({1: 1.0, 4: 1.0, 5: 1.5, 64: 9.0}, {k: 0.05 for k in (1, 2, 3, 4)}, 1.0)

@@ -36,7 +36,7 @@ from eagle_fsd.heads.export import export_head
 from eagle_fsd.models.linear import is_int8
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel
-from eagle_fsd.utils import version
+from eagle_fsd.utils import installation
 from eagle_fsd.utils.files import only_writer
 from eval import study
 from train import evaluation, train_draft_head
@@ -668,7 +668,7 @@ def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
                        ([*words, "--target", str(tmp_path / "target")], "target (")):
         assert study.main(more) == 2 and f"plain.plan.json was made with another {name}" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(version, "commit", lambda: "abc1234")
+        patch.setattr(installation, "commit", lambda: "abc1234")
         assert study.main(words) == 2 and "another eagle_fsd (was" in capsys.readouterr().err
     (folder / "plain.plan.json").unlink()
     assert study.main([*words, "--minutes", "0.02"]) == 2 and "result.json was made" in capsys.readouterr().err

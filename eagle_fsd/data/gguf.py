@@ -18,8 +18,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..utils.extras import install_command
 from ..utils.files import bytes_in, cache_directory, cache_limit, locked, remove_folder
+from ..utils.installation import install_command
 from .gguf_config import ROPE_TENSORS, gguf_config
 from .sources import check_source, fetch, is_gguf
 

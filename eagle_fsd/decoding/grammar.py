@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ..drafting.copies import Copies, forced_copies
 from ..utils.checks import OptionError
-from ..utils.extras import install_command
+from ..utils.installation import install_command
 
 FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..data.gguf import copy_field
 from ..data.sources import is_gguf
-from ..utils.extras import install_command
 from ..utils.files import save_atomically
+from ..utils.installation import install_command
 from .checkpoint import load_head
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head

@@ -25,8 +25,8 @@ from ..models.linear import check_quantization, packed_form, packed_layers
 from ..models.memory import trim
 from ..models.target import TargetModel, read_structure
 from ..utils.files import remembered
+from ..utils.installation import code_version
 from ..utils.locks import Lock
-from ..utils.version import code_version
 from .curves import known_curves
 from .timing import known_latency
 

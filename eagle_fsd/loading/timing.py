@@ -29,7 +29,7 @@ from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
 from ..utils.files import cache_directory, save_atomically
-from ..utils.version import code_version, processor_name
+from ..utils.installation import code_version, processor_name
 
 log = logging.getLogger(__name__)
 MEASURED_NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)

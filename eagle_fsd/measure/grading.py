@@ -19,7 +19,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from ..data.questions import Question
-from ..utils.extras import install_command
+from ..utils.installation import install_command
 
 log = logging.getLogger(__name__)
 # Thousands are separated by a comma or a space, also in LaTeX: 9,500, 9{,}500, 9\,500.

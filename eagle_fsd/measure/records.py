@@ -19,9 +19,8 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
-from ..utils.extras import install_command
 from ..utils.files import json_digest
-from ..utils.version import CHANGES, ROOT, commit, processor_name
+from ..utils.installation import CHANGES, ROOT, commit, install_command, processor_name
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 def environment() -> dict:
     """Version, commit, command, versions of libraries, and hardware of this process.
 
-    `commit`: see `utils.version`; `clean`: it is known, and has no changes.
+    `commit`: see `utils.installation`; `clean`: it is known, and has no changes.
     `preloaded`: libraries in LD_PRELOAD, such as an allocator.
     """
     program = Path(sys.argv[0])

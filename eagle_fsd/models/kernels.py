@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..utils.files import remembered
-from ..utils.version import processor_name
+from ..utils.installation import processor_name
 
 ZERO = 128  # of rows as unsigned numbers
 CYCLE_ROWS, PROMPT_ROWS = (1, 4, 8, 16), (32, 128, 512)
