@@ -90,7 +90,7 @@ def dequantised(file: Path) -> Path:
     if find_spec("gguf") is None:
         raise ImportError(f"reading {file} needs the package gguf: {install_command('gguf')}")
     lock = folder.parent.with_name(f"{folder.name}.lock")
-    with locked(lock, wait=True, remove=True):  # threads and processes wait for the first
+    with locked(lock, wait=True):  # threads and processes wait for the first
         if folder.is_dir():
             return folder
         make_room(folder.parent, 4 * sum(part.stat().st_size for part in files))

@@ -121,15 +121,14 @@ def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO]:
-    """Lock a file against other processes and threads that lock it; yield the open file.
+def locked(path: Path, *, wait: bool) -> Iterator[BinaryIO]:
+    """Lock a file against other processes and threads that lock it; yield the open file, and remove it at the end.
 
     It is a lock of the operating system, which ends with the process in any case. If the system supports none, a
     warning is logged.
 
     Args:
         wait: for another holder of the lock.
-        remove: delete the file at the end; all callers must agree on this.
 
     Raises:
         BlockingIOError: another process or thread has the lock, and `wait` is false.
@@ -153,9 +152,8 @@ def locked(path: Path, *, wait: bool, remove: bool = False) -> Iterator[BinaryIO
             try:
                 yield file
             finally:
-                if remove:
-                    with suppress(OSError):
-                        path.unlink()
+                with suppress(OSError):
+                    path.unlink()
             return
 
 
@@ -171,7 +169,7 @@ def only_writer(path: Path) -> Iterator[None]:
     lock = path / ".writer.lock" if path.is_dir() else path.with_name(f".{path.name}.writer.lock")
     writer = "that has just ended"
     try:
-        with locked(lock, wait=False, remove=True) as file:
+        with locked(lock, wait=False) as file:
             file.truncate(0)
             file.write(str(os.getpid()).encode())
             file.flush()
