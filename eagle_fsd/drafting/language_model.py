@@ -25,7 +25,7 @@ class DraftModel(CausalLM, Drafter):
 
     Args:
         tokenizer: compared with the target's; None: unknown.
-        fused, check: see `CausalLM`.
+        fused: see `CausalLM`.
 
     Attributes:
         max_positions: where a text is longer, nothing is drafted. With a rotary embedding of two kinds (Phi-3), the
@@ -38,10 +38,9 @@ class DraftModel(CausalLM, Drafter):
     noun, kind = "a causal LM", "causal LM"
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True,
-        check: bool = True,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, fused: bool = True
     ) -> None:
-        super().__init__(model, fused=fused, check=check)
+        super().__init__(model, fused=fused)
         self.tokenizer, self.draft_vocab_size = tokenizer, self.vocab_size
         self.max_positions = self.position_limit(1)
 
