@@ -10,8 +10,8 @@ from .decoding.output import Output
 from .inputs.requests import make_requests
 from .loading.load import default_model
 from .loading.pair import EagleModel
-from .options.generate import GenerateKeywords, with_options
-from .options.option import lists_options, unknown_option
+from .options.generate import GenerateKeywords, GenerateOptions, with_options
+from .options.option import lists_options
 from .utils.checks import check_functions
 from .utils.locks import Lock
 
@@ -91,8 +91,7 @@ class Chat:
         """
         with self._turn:
             messages = [*self.messages, {"role": "user", "content": text}]
-            if "session" in options:
-                raise TypeError(unknown_option("session", [*GenerateKeywords.__annotations__, *TURN_KEYWORDS]))
+            GenerateOptions.check_names({"session"} & options.keys(), TURN_KEYWORDS)  # a chat has its own
             check_functions("stopping_criteria", options.get("stopping_criteria"))
             whole = options.get("options") is not None
             options = {**{name: value for name, value in self.options.items() if name in TURN_KEYWORDS or not whole},

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_origin
 
 from ..acceptance import RULE_CLASSES
@@ -191,10 +192,7 @@ class GenerateOptions(Options):
     def _check_acceptance(self) -> None:
         """Check rule, budget and marks."""
         if self.budget is not None:
-            if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
-                raise OptionError("budget", self.budget, "a number of nats")
-            if not self.budget >= 0:
-                raise OptionError("budget", self.budget, "at least 0 nats")
+            require_number("budget", self.budget, "a number of nats, at least 0", lambda nats: nats >= 0)
         marks = self.fuzzy_within
         if marks is not None and not (
                 isinstance(marks, (list, tuple)) and len(marks) == 2 and marks[0] != marks[1]
@@ -246,12 +244,10 @@ def with_options(
     if not (options is None or isinstance(options, GenerateOptions)):
         hint = f"; {OF_ONE_PROMPT}" if isinstance(options, (list, tuple)) else ""
         raise TypeError(f"options must be GenerateOptions or None, got {options!r}{hint}")
-    if options is not None and not keywords:
-        return options  # its constructor has checked it
-    base = {} if options is None else {name: getattr(options, name) for name in GenerateOptions.declared}
-    overrides = from_generate(keywords, base.get("temperature", 0.0))
+    options = GenerateOptions() if options is None else options
+    overrides = from_generate(keywords, options.temperature)
     GenerateOptions.check_names(overrides, also)
-    return GenerateOptions(**{**base, **overrides})
+    return replace(options, **overrides) if overrides else options
 
 
 def as_list(strings: str | Sequence[str] | None) -> list[str]:

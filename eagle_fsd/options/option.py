@@ -171,28 +171,31 @@ class Options:
         Args:
             also: further names that the caller accepts, for the message.
         """
+        accepted = [*cls.declared, *also]
         for name in options:
             if name not in cls.declared:
-                raise TypeError(unknown_option(name, [*cls.declared, *also]))
+                near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # misspelt
+                meant = name if name in REPLACEMENTS else next(iter(near), None)
+                hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?"
+                        if meant in accepted else f"use {REPLACEMENTS[meant]}")
+                raise TypeError(f"unknown option {name!r}; {hint}")
 
     def __post_init__(self) -> None:
         for name, option in self.declared.items():
             option.check(name, getattr(self, name))
 
 
-def declare(*keywords: type, init: bool = True) -> Callable[[T], T]:
-    """A decorator that makes a frozen dataclass of the options that a class and these `TypedDict`s declare. Its
-    docstring is that of the class and the descriptions.
+def declare(keywords: type, *, init: bool = True) -> Callable[[T], T]:
+    """A decorator that makes a frozen dataclass of the options that a class and this `TypedDict` declare. Its docstring
+    is that of the class and the descriptions.
 
     Args:
         init: whether it gets a constructor; False: it has its own.
     """
     def decorate(owner: T) -> T:
-        hints: dict[str, Any] = {}
-        owner.declared = {}
-        for each in (owner, *keywords):
-            hints |= get_type_hints(each, include_extras=True)  # with what tyro reads
-            owner.declared = owner.declared | declarations(each)
+        hints = {name: hint for each in (owner, keywords)
+                 for name, hint in get_type_hints(each, include_extras=True).items()}  # with what tyro reads
+        owner.declared = declarations(owner) | declarations(keywords)
         owner.__annotations__ = {name: hints[name] for name in owner.declared}
         for name, option in owner.declared.items():
             setattr(owner, name, option.default)
@@ -233,12 +236,3 @@ def lists_options(
         return function
 
     return decorate
-
-
-def unknown_option(name: str, accepted: Sequence[str]) -> str:
-    """The error message for an unknown option: what to use instead, or the accepted names."""
-    near = difflib.get_close_matches(str(name), [*accepted, *REPLACEMENTS], 1, cutoff=0.75)  # a misspelt name
-    meant = name if name in REPLACEMENTS else next(iter(near), None)
-    hint = (f"accepted: {', '.join(accepted)}" if meant is None else f"did you mean {meant!r}?" if meant in accepted
-            else f"use {REPLACEMENTS[meant]}")
-    return f"unknown option {name!r}; {hint}"
