@@ -547,7 +547,7 @@ def test_what_a_program_does_not_compute_is_refused_and_said(tmp_path, options, 
         if to in supported:
             export_head(tmp_path / "head", to, tmp_path / to)
         else:
-            with pytest.raises(ValueError, match=f"has {trait}: {to} does not compute such EAGLE-3 heads"):
+            with pytest.raises(ValueError, match=f"has {trait}: {to} does not compute such heads"):
                 export_head(tmp_path / "head", to, tmp_path / to)
 
 

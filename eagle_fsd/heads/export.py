@@ -75,6 +75,17 @@ def eagle3_traits(head: Eagle3Head) -> list[str]:
                                                                                   if has)]
 
 
+def not_computed(head: DraftHead, layout: Layout) -> list[str]:
+    """What a head has that a server does not compute, or would drop."""
+    if isinstance(head, Eagle3Head):
+        traits = [trait for trait in eagle3_traits(head) if trait not in layout.eagle3]
+    else:
+        traits = [FC_BIAS] if layout.bias == "never" and has_trained_bias(head) else []
+    if layout.activations and head.config.hidden_act not in layout.activations:
+        traits.append(f"the activation {head.config.hidden_act!r} in place of {' or '.join(layout.activations)}")
+    return traits
+
+
 def export_head(
     source: str | Path, to: str, directory: str | Path, *, target: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16, trust_remote_code: bool = False,
@@ -90,8 +101,8 @@ def export_head(
             GGUF file.
 
     Raises:
-        ValueError: the server is unknown, or does not support the head (a variant of EAGLE-3, the activation), or would
-            drop its trained bias; embeddings are missing; or the folder is not empty. For llama.cpp see `write_gguf`.
+        ValueError: the server is unknown, or does not compute the head (`not_computed`); embeddings are missing; or the
+            folder is not empty. For llama.cpp see `write_gguf`.
         ImportError: see `write_gguf`.
         OSError: `directory` cannot be written.
     """
@@ -102,15 +113,9 @@ def export_head(
     require_empty(directory)
     layout, head = LAYOUTS[to], load_head(source)
     eagle3 = isinstance(head, Eagle3Head)
-    wrong = [trait for trait in eagle3_traits(head) if trait not in layout.eagle3] if eagle3 else []
-    if wrong:
-        raise ValueError(f"{source} has {', '.join(wrong)}: {to} does not compute such EAGLE-3 heads")
-    if layout.activations and head.config.hidden_act not in layout.activations:
-        raise ValueError(f"{source} has the activation {head.config.hidden_act!r}; {to} supports "
-                         f"{' and '.join(layout.activations)} only")
-    if eagle3 and FC_BIAS not in layout.eagle3 or layout.bias == "never":
-        if has_trained_bias(head):
-            raise ValueError(f"{source} has a trained fc.bias, which {to} would drop; train the head without one")
+    if wrong := not_computed(head, layout):
+        raise ValueError(f"{source} has {', '.join(wrong)}: {to} does not compute such heads")
+    if layout.bias == "never" or eagle3 and FC_BIAS not in layout.eagle3:  # it is zero
         head.fc.bias = None
     if layout.bias == "always" and head.fc.bias is None and not eagle3:
         head.fc.bias = torch.nn.Parameter(torch.zeros(head.config.hidden_size))
@@ -133,6 +138,5 @@ def export_head(
         head.limit_vocabulary(None)
     # In vLLM, attention_bias would give o a bias, too; qkv_bias stays.
     own = {"attention_bias": False} if to == "vllm" and head.layers[0].self_attn.o_proj.bias is None else {}
-    if eagle3:
-        return save_head(head, directory, dtype=dtype, file=layout.file, **own)
-    return save_head(head, directory, dtype=dtype, file=layout.file, architectures=[layout.architecture], **own)
+    own |= {} if eagle3 else {"architectures": [layout.architecture]}
+    return save_head(head, directory, dtype=dtype, file=layout.file, **own)

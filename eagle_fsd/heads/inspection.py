@@ -15,7 +15,7 @@ from ..utils.text import token_difference
 from .checkpoint import TOKEN_MAP, is_causal_lm, load_head, weight_files, weight_names
 from .eagle import DraftHead
 from .eagle3 import Eagle3Head
-from .export import LAYERS, LAYOUTS, Layout, eagle3_traits, has_trained_bias
+from .export import LAYERS, LAYOUTS, eagle3_traits, has_trained_bias, not_computed
 from .layouts import LAYER_IDS, SPECFORGE, eagle_config, read_json
 
 
@@ -65,9 +65,7 @@ def inspect_head(
         facts["output layer"] = "the target's" if head.lm_head is None else "its own"
         facts["variant"] = ", ".join(eagle3_traits(head)) or "as published by its authors"
         facts["reads"] = f"the inputs of layers {layers} of the target's n"
-    architecture = (getattr(config, "architectures", None) or ["none"])[0]
-    problems = {name: eagle3_problems(head, name, architecture, source) if eagle3
-                else layout_problems(head, layout, architecture, Path(source)) for name, layout in LAYOUTS.items()}
+    problems = {server: server_problems(head, server, str(source)) for server in LAYOUTS}
     fit = None if target is None else target_problems(head, target, trust_remote_code)
     return Inspection(facts, fit, problems)
 
@@ -110,35 +108,31 @@ def target_problems(head: DraftHead, target: str | Path, trust_remote_code: bool
     return problems
 
 
-def eagle3_problems(head: Eagle3Head, server: str, architecture: str, source: str | Path) -> list[str]:
-    """What a server would read wrongly in the files of an EAGLE-3 head, by its published code."""
-    files, traits = weight_files(str(source)), eagle3_traits(head)
-    problems = [f"it would not compute {trait}" for trait in traits if trait not in LAYOUTS[server].eagle3]
-    if server == "vllm":
-        return problems
-    if not any(name.startswith("midlayer.") for name in weight_names(files[0])):
-        problems.append("it looks for midlayer.*, and would ignore layers.0.*")
-    if server == "sglang" and architecture != SPECFORGE:
-        problems.append(f"config.json has the architecture {architecture}, required is {SPECFORGE}")
-    nested = eagle_config(read_json(fetch(str(source), "config.json")))
-    if server == "sglang" and LAYERS in traits and not nested.get(LAYER_IDS):
-        problems.append(f"it looks for {LAYER_IDS} in eagle_config, and would read layers 2, n/2 and n-3")
-    if server == "eagle" and len(files) > 1:
-        problems.append("it looks for one file of weights")
-    return problems
-
-
-def layout_problems(head: DraftHead, layout: Layout, architecture: str, source: Path) -> list[str]:
-    """Why a server cannot serve the head's files unchanged."""
-    problems = []
-    if architecture != layout.architecture:
-        problems.append(f"config.json has the architecture {architecture}, required is {layout.architecture}")
-    if layout.bias == "never" and has_trained_bias(head):
-        problems.append("the server would silently drop its trained fc.bias")
-    if layout.bias == "always" and head.fc.bias is None:
-        problems.append("it has no fc.bias, and the server would use a random one")
-    if layout.embeddings and head.shares_embeddings:
-        problems.append("the file has no embed_tokens.weight")
-    if source.is_dir() and not (source / layout.file).is_file():
-        problems.append(f"there is no {layout.file}")
-    return problems
+def server_problems(head: DraftHead, server: str, source: str) -> list[str]:
+    """What a server would read wrongly in the files of a head, by its published code."""
+    layout, files, fields = LAYOUTS[server], weight_files(source), read_json(fetch(source, "config.json"))
+    problems = [f"it would not compute {trait}" for trait in not_computed(head, layout)]
+    architecture = (fields.get("architectures") or ["none"])[0]
+    if isinstance(head, Eagle3Head):
+        if server == "vllm":
+            return problems
+        lacks_layers = LAYERS in eagle3_traits(head) and not eagle_config(fields).get(LAYER_IDS)
+        found = {
+            "it looks for midlayer.*, and would ignore layers.0.*":
+                not any(name.startswith("midlayer.") for name in weight_names(files[0])),
+            f"config.json has the architecture {architecture}, required is {SPECFORGE}":
+                server == "sglang" and architecture != SPECFORGE,
+            f"it looks for {LAYER_IDS} in eagle_config, and would read layers 2, n/2 and n-3":
+                server == "sglang" and lacks_layers,
+            "it looks for one file of weights": server == "eagle" and len(files) > 1,
+        }
+    else:
+        found = {
+            f"config.json has the architecture {architecture}, required is {layout.architecture}":
+                architecture != layout.architecture,
+            "it has no fc.bias, and the server would use a random one":
+                layout.bias == "always" and head.fc.bias is None,
+            "the file has no embed_tokens.weight": layout.embeddings and head.shares_embeddings,
+            f"there is no {layout.file}": Path(source).is_dir() and not Path(source, layout.file).is_file(),
+        }
+    return [*problems, *(problem for problem, applies in found.items() if applies)]
