@@ -14,10 +14,10 @@ from tiny import HIDDEN, NAMED, PROMPT, SIZES, VOCAB, draft_tree, random_head, t
 import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
 from eagle_fsd.drafting.sizing import Plan
+from eagle_fsd.export.inspection import inspect_head
+from eagle_fsd.export.llama_cpp import unsupported
+from eagle_fsd.export.servers import export_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.export import export_head
-from eagle_fsd.heads.inspection import inspect_head
-from eagle_fsd.heads.llama_cpp import unsupported
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.target import TargetModel
 

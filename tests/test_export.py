@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head, tiny_pair, tiny_target
 
+from eagle_fsd.export.inspection import inspect_head
+from eagle_fsd.export.servers import LAYOUTS, export_head
 from eagle_fsd.heads import checkpoint
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle import DraftHead
-from eagle_fsd.heads.export import LAYOUTS, export_head
-from eagle_fsd.heads.inspection import inspect_head
 
 TENSORS = {
     "fc.weight": (16, 32),

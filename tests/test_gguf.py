@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import eagle_fsd
 from eagle_fsd.cli import main
 from eagle_fsd.data.gguf import dequantised, fingerprint, target_source
+from eagle_fsd.export.servers import export_head
 from eagle_fsd.heads.checkpoint import is_causal_lm, save_head
-from eagle_fsd.heads.export import export_head
 from eagle_fsd.utils.files import bytes_in
 from eval.llama_server import draft_type
 
@@ -391,7 +391,7 @@ def test_llama_cpp_needs_a_file_of_the_target(deep, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             export_head(tmp_path / "absent", "llama.cpp", tmp_path / file, target=target)
     with monkeypatch.context() as patch, pytest.raises(ImportError, match="needs the package gguf"):
-        patch.setattr("eagle_fsd.heads.llama_cpp.find_spec", lambda name: None)
+        patch.setattr("eagle_fsd.export.llama_cpp.find_spec", lambda name: None)
         export_head(tmp_path / "absent", "llama.cpp", tmp_path / "a.gguf", target=deep)
     save_head(random_head(NAMED), tmp_path / "head")
     mute = write(tmp_path / "mute.gguf", tiny_target(num_hidden_layers=8), tokens=False)

@@ -17,6 +17,7 @@ ORDER = (
     "eagle_fsd.models",
     "eagle_fsd.drafting",
     "eagle_fsd.heads",
+    "eagle_fsd.export",
     "eagle_fsd.acceptance",
     "eagle_fsd.options",
     "eagle_fsd.decoding",

@@ -30,9 +30,9 @@ from transformers import LlamaConfig
 import eagle_fsd
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.drafting.config import TreeConfig
+from eagle_fsd.export.servers import export_head
 from eagle_fsd.heads.checkpoint import load_head, save_head
 from eagle_fsd.heads.eagle3 import Eagle3Head
-from eagle_fsd.heads.export import export_head
 from eagle_fsd.models.linear import is_int8
 from eagle_fsd.models.loading import load_target
 from eagle_fsd.models.target import TargetModel

@@ -18,9 +18,9 @@ from transformers import LlamaConfig
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
+from eagle_fsd.export.servers import export_head  # noqa: E402
 from eagle_fsd.heads.checkpoint import save_head  # noqa: E402
 from eagle_fsd.heads.eagle3 import Eagle3Head  # noqa: E402
-from eagle_fsd.heads.export import export_head  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PAIRS = Path(__file__).parent / "pairs"

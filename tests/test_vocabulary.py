@@ -24,9 +24,9 @@ import eagle_fsd
 from eagle_fsd import TreeConfig, load_head, save_head
 from eagle_fsd.data.documents import Documents
 from eagle_fsd.data.token_counts import BLOCK, TokenCounts, count_tokens
+from eagle_fsd.export.inspection import inspect_head
+from eagle_fsd.export.servers import export_head
 from eagle_fsd.heads.checkpoint import TOKEN_MAP, copy_head, save_token_map
-from eagle_fsd.heads.export import export_head
-from eagle_fsd.heads.inspection import inspect_head
 from eagle_fsd.loading.pair import EagleModel
 from eagle_fsd.models.digest import weights_digest
 

@@ -117,7 +117,7 @@ class InspectCommand:
     trust_remote_code: bool = False
 
     def run(self) -> None:
-        from ..heads.inspection import inspect_head
+        from ..export.inspection import inspect_head
 
         report = inspect_head(self.head, self.target, trust_remote_code=self.trust_remote_code)
         for name, value in report.facts.items():
@@ -147,14 +147,14 @@ class ExportCommand:
     """
 
     head: Positional[str]
-    to: Literal["eagle", "sglang", "vllm", "llama.cpp"]  # heads.export.LAYOUTS and LLAMA_CPP, which imports torch
+    to: Literal["eagle", "sglang", "vllm", "llama.cpp"]  # export.servers.LAYOUTS and LLAMA_CPP, which imports torch
     out: str
     target: str | None = None
     trust_remote_code: bool = False
 
     def run(self) -> None:
+        from ..export.servers import export_head
         from ..heads.checkpoint import TOKEN_MAP
-        from ..heads.export import export_head
 
         path = export_head(self.head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
         if self.to == "llama.cpp":

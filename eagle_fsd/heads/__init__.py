@@ -1,1 +1,1 @@
-"""Draft heads: EAGLE-1/2 and EAGLE-3, published layouts, a catalogue of published heads, export."""
+"""Draft heads: EAGLE-1/2 and EAGLE-3, published layouts, a catalogue of published heads."""

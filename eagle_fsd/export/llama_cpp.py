@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..data.gguf import copy_field
 from ..data.sources import is_gguf
+from ..heads.checkpoint import load_head
+from ..heads.eagle import DraftHead
+from ..heads.eagle3 import Eagle3Head
 from ..utils.files import save_atomically
 from ..utils.installation import install_command
-from .checkpoint import load_head
-from .eagle import DraftHead
-from .eagle3 import Eagle3Head
 
 if TYPE_CHECKING:
     from gguf import ReaderField

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from ..heads.checkpoint import load_head, require_empty, save_head
+from ..heads.eagle import DraftHead
+from ..heads.eagle3 import Eagle3Head, default_layers
+from ..heads.layouts import LAYER_IDS, NORMS
 from ..models.loading import load_target
-from .checkpoint import load_head, require_empty, save_head
-from .eagle import DraftHead
-from .eagle3 import Eagle3Head, default_layers
-from .layouts import LAYER_IDS, NORMS
 from .llama_cpp import write_gguf
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..data.gguf import target_source
 from ..data.sources import fetch
+from ..heads.checkpoint import TOKEN_MAP, is_causal_lm, load_head, weight_files, weight_names
+from ..heads.eagle import DraftHead
+from ..heads.eagle3 import Eagle3Head
+from ..heads.layouts import LAYER_IDS, SPECFORGE, eagle_config, read_json
 from ..utils.locks import one_at_a_time
 from ..utils.text import token_difference
-from .checkpoint import TOKEN_MAP, is_causal_lm, load_head, weight_files, weight_names
-from .eagle import DraftHead
-from .eagle3 import Eagle3Head
-from .export import LAYERS, LAYOUTS, eagle3_traits, has_trained_bias, not_computed
-from .layouts import LAYER_IDS, SPECFORGE, eagle_config, read_json
+from .servers import LAYERS, LAYOUTS, eagle3_traits, has_trained_bias, not_computed
 
 
 @dataclass(frozen=True)
