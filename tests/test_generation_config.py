@@ -132,8 +132,6 @@ def test_the_token_that_ends_a_turn(end, token):
 
 def test_the_longest_token_ends_the_turn():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TURNS.replace("END", "<user>>")
-    assert end_of_turn(tokenizer) == 2
     tokenizer.add_tokens(["<user>>", "<us"])
     tokenizer.chat_template = TURNS.replace("END", "<user>>")
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<user>>")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Integral
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,11 +22,8 @@ from ..utils.checks import OptionError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them
-ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
+LONGEST = 1024  # characters: no vocabulary has a longer token
 ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
-_longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
-# Chat template and number of tokens, and what `end_of_turn` found with them: a request asks up to three times.
-_turn_ends: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, int | None]] = WeakKeyDictionary()
 
 
 class ChatTokens(list):
@@ -196,13 +192,6 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
     Some models' configs name only the end of the text as end token, and a chat would run on into the next turn.
     """
-    key = tokenizer.chat_template, len(tokenizer)
-    if tokenizer not in _turn_ends or _turn_ends[tokenizer][0] != key:
-        _turn_ends[tokenizer] = key, _find_end_of_turn(tokenizer)
-    return _turn_ends[tokenizer][1]
-
-
-def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -286,7 +275,7 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
         ValueError: the text cannot be encoded, or is too long for the target's positions in any case.
     """
     tokenizer, positions = require_tokenizer(model), model.target.max_positions
-    if positions is not None and len(text) > max_characters(tokenizer, positions):
+    if positions is not None and len(text) > positions * LONGEST:  # to tokenise it may take minutes
         raise OptionError(what, problem=f"has {len(text)} characters, too many for the target's {positions} "
                           "positions")
     ids = tokenizer(require_encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
@@ -298,10 +287,3 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
             if ids[:count] == own[:count] and ids[count:][: len(own)] == own:
                 return ids[count:]
     return ids
-
-
-def max_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
-    """An upper bound on the characters of a text that fits into the positions: as if every token were the longest."""
-    if tokenizer not in _longest:
-        _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
-    return max(ALWAYS, positions * _longest[tokenizer])

@@ -19,7 +19,7 @@ from ..decoding.request import Request
 from ..drafting.copies import TextDrafts, TextIndex, TextSource
 from ..loading.pair import EagleModel
 from ..options.generate import FOLLOWED, GenerateOptions, as_list
-from ..utils.checks import OptionError, check_functions, require_integer
+from ..utils.checks import OptionError, check_functions
 from ..utils.text import StreamedText
 from .prompts import ChatTokens, end_of_turn, require_encodable, tokenised
 
@@ -243,7 +243,6 @@ def check_tokens(name: str, tokens: Iterable[int] | None, model: EagleModel) -> 
 
 def check_length(prompt_length: int, max_new_tokens: int, model: EagleModel) -> int:
     """`max_new_tokens`, or the number of tokens that the text can still have if that is smaller."""
-    require_integer("max_new_tokens", max_new_tokens, 1)
     limit = model.target.text_limit(prompt_length)
     if limit is None:
         return max_new_tokens
