@@ -210,19 +210,16 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **o
     if not any(message.get("tool_calls") for message in messages):
         return render(messages)
     errors = []
-    for ids in (same, short_id):
+    for ids in (lambda value: value, short_id):
         for arguments in (as_mapping, as_json):
             try:
-                if arguments is as_mapping and f"'{PROBE}'" in render(change_calls(messages, ids, as_probe)):
+                if arguments is as_mapping and f"'{PROBE}'" in render(
+                        change_calls(messages, ids, lambda value: {PROBE: PROBE})):
                     continue  # it prints the mapping as Python does
                 return render(change_calls(messages, ids, arguments))
             except Exception as error:  # whatever a template may raise
                 errors.append(error)
     raise errors[0]
-
-
-def same(value: Any) -> Any:
-    return value
 
 
 def short_id(call_id: Any) -> Any:
@@ -239,10 +236,6 @@ def as_mapping(arguments: Any) -> Any:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments, strict=False) if arguments.strip() else None
     return {} if arguments is None else arguments
-
-
-def as_probe(arguments: Any) -> dict:
-    return {PROBE: PROBE}
 
 
 def as_json(arguments: Any) -> str:

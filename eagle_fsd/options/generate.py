@@ -131,7 +131,7 @@ class GenerateKeywords(TypedDict, total=False):
     stop_strings: str | Sequence[str] | None
 
 
-@declare(GenerateKeywords, init=False)
+@declare(GenerateKeywords)
 class GenerateOptions(Options):
     """How tokens are drawn, where an answer ends, and which draft tokens are accepted.
 

@@ -185,12 +185,9 @@ class Options:
             option.check(name, getattr(self, name))
 
 
-def declare(keywords: type, *, init: bool = True) -> Callable[[T], T]:
+def declare(keywords: type) -> Callable[[T], T]:
     """A decorator that makes a frozen dataclass of the options that a class and this `TypedDict` declare. Its docstring
-    is that of the class and the descriptions.
-
-    Args:
-        init: whether it gets a constructor; False: it has its own.
+    is that of the class and the descriptions; a constructor of its own stays.
     """
     def decorate(owner: T) -> T:
         hints = {name: hint for each in (owner, keywords)
@@ -200,7 +197,7 @@ def declare(keywords: type, *, init: bool = True) -> Callable[[T], T]:
         for name, option in owner.declared.items():
             setattr(owner, name, option.default)
         owner.__doc__ = f"{inspect.cleandoc(owner.__doc__ or '')}\n\nArgs:\n{meanings(owner.declared)}"
-        return dataclass(frozen=True, init=init)(owner)
+        return dataclass(frozen=True, init="__init__" not in vars(owner))(owner)
 
     return decorate
 
