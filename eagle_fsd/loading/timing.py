@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
@@ -28,7 +25,7 @@ from ..models.digest import config_digest
 from ..models.linear import packed_form
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
-from ..utils.files import cache_directory, save_atomically
+from ..utils.files import remembered
 from ..utils.installation import code_version, processor_name
 
 log = logging.getLogger(__name__)
@@ -198,43 +195,32 @@ def share_of(latency: Latency, target: TargetModel, drafter: Drafter | None) -> 
 
 def known_latency(target: TargetModel, drafter: Drafter | None) -> Latency:
     """The latency from the cache on disk; otherwise it is measured and stored there."""
-    key = hashlib.sha256(json.dumps(circumstances(target, drafter)).encode()).hexdigest()[:16]
-    try:
-        path = cache_directory() / "latency" / f"{key}.json"
-        is_stored = path.is_file()
-    except OSError as error:  # no home, or one that cannot be read
-        log.warning("the latency of drafting and verification is measured at each load: %s", error)
-        return measure(target, drafter)
-    if is_stored:
+    def measured() -> dict:
+        log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
+                    "This takes up to half a minute for a small model, minutes for a large one or beside other work; "
+                    "the result is stored for later")
+        return asdict(measure(target, drafter))
+
+    def holds(stored: object) -> bool:
         try:
-            stored = read_latency(path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:  # damaged
-            log.warning("%s is not a valid latency (%s): measuring again", path, error)
-        else:
-            share = share_of(stored, target, drafter)
-            if share >= DISTURBED:
-                return stored
+            latency = latency_of(stored)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return False
+        share = share_of(latency, target, drafter)
+        if share < DISTURBED:
             log.warning("cycles take %.0f%% of the stored latency: other work slowed the machine when it was measured. "
                         "Measuring again", 100 * share)
-    log.warning("measuring how long drafting and verification take on this machine, to choose how much to draft. "
-                "This takes up to half a minute for a small model, minutes for a large one or beside other work; the "
-                "result is stored in %s", path)
-    latency = measure(target, drafter)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps(asdict(latency), indent=1), encoding="utf-8"))
-    except OSError as error:
-        log.warning("%s cannot be written (%s): the latency will be measured again next time", path, error)
-    return latency
+        return share >= DISTURBED
+
+    return latency_of(remembered("latency", circumstances(target, drafter), measured, holds))
 
 
-def read_latency(path: Path) -> Latency:
-    """The inverse of `json.dumps(asdict(latency))`, from a file.
+def latency_of(stored: Mapping) -> Latency:
+    """The inverse of `asdict(latency)`, also with strings as keys, which JSON has.
 
     Raises:
-        OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError: any other text.
+        ValueError, TypeError, KeyError, AttributeError: any other value.
     """
-    stored = json.loads(path.read_text(encoding="utf-8"))
     base, level = ({int(at): float(value) for at, value in stored[name].items()} for name in ("base", "level"))
     plain, row, plain_row = (float(stored[name]) for name in ("plain", "row", "plain_row"))
     times = [*base.values(), *level.values(), plain, row, plain_row]
