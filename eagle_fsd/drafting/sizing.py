@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +77,16 @@ def between(measured: Mapping[int, float], at: float) -> float:
     points = sorted(measured)
     values = [measured[point] for point in points]
     slope = (values[-1] - values[-2]) / (points[-1] - points[-2]) if len(points) > 1 else 0.0
-    return float(np.interp(at, points, values)) + max(0, at - points[-1]) * slope
+    return _linear(at, points, values) + max(0, at - points[-1]) * slope
+
+
+def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Linear between the points, constant outside."""
+    right = bisect_right(xs, at)
+    if right in (0, len(xs)):
+        return ys[0 if right == 0 else -1]
+    share = (at - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
 # Tokens -------------------------------------------------------------------------------------------------------------
@@ -108,15 +116,6 @@ class Curves:
         prices = (*PRICES, 1.0)  # at a price of one token no node pays
         tokens = (_linear(price, prices, (*row, 0.0)) for row in self.worth)
         return partial(_linear, xs=(0.0, *self.reaches), ys=(0.0, *tokens))
-
-
-def _linear(at: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Linear between the points, constant outside."""
-    right = bisect_right(xs, at)
-    if right in (0, len(xs)):
-        return ys[0 if right == 0 else -1]
-    share = (at - xs[right - 1]) / (xs[right] - xs[right - 1])
-    return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
 def nearly_greedy(temperature: float) -> bool:
