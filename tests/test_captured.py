@@ -531,12 +531,12 @@ def programs_of(pair, rows, draw, rule):
         move(module)
     storages = [torch.zeros(len(each), 2, rows, each[0].key_heads, 32, each[0].size, device=CUDA)
                 for each in (target.fused.layers, layers)]
-    buffers = Buffers(target, drafter, storages, tree, True)
+    buffers = Buffers(target, drafter, storages, tree)
     options = GenerateOptions(**{"max_new_tokens": 9, "text_drafts": "off"} | draw | rule)
     requests = make_requests(pair, PROMPTS[:rows], options)
     batch = SimpleNamespace(requests=requests, target=target, drafter=drafter, has_positions=lambda *_: True,
                             unread_tokens=lambda row: [], drafting=SimpleNamespace(largest=Plan(tree)))
-    settings = settings_of(batch, range(rows))
+    settings = replace(settings_of(batch, range(rows)), copying=True)
     processors, walk = requests[0].processors, replace(settings, budgeted=True, marked=True)
     return (partial(draft, buffers, target, drafter, settings, processors, 32, buffers.path),
             partial(join_copies, buffers, 64, buffers.path),

@@ -79,11 +79,11 @@ class CapturedCaches:
             storage.shape[-2] >= needed and storage.shape[2] >= rows
             for storage, needed in zip(self.storages, rooms, strict=True))
 
-    def buffers_of(self, rows: int, tree: TreeConfig, copying: bool) -> Buffers:
-        buffers = self.buffers.get((rows, tree, copying))
+    def buffers_of(self, rows: int, tree: TreeConfig | None) -> Buffers:
+        buffers = self.buffers.get((rows, tree))
         if buffers is None:
             storages = [storage[:, :, :rows] for storage in self.storages]
-            buffers = self.buffers[rows, tree, copying] = Buffers(self.target, self.drafter, storages, tree, copying)
+            buffers = self.buffers[rows, tree] = Buffers(self.target, self.drafter, storages, tree)
         return buffers
 
     def check_weights(self) -> None:
@@ -207,7 +207,7 @@ class CapturedCycles:
     ) -> list[Walk]:
         requests, lengths = batch.requests, batch.cache.lengths
         read = [] if batch.drafter is None else batch.draft_cache.lengths
-        key = len(requests), settings.tree, settings.copying
+        key = len(requests), settings.tree
         buffers = held.buffers_of(*key)
         if not buffers.holds(requests, lengths, read):
             held.check_weights()
@@ -262,7 +262,7 @@ class CapturedCycles:
     def _launch_join(self, held: CapturedCaches, buffers: Buffers, copies: Sequence[Copies | None]) -> int:
         """Add copies to the trees; returns P, the steps of the longest path."""
         size = SMALLEST
-        while size < max(buffers.most - buffers.wide, *(len(row.tokens) if row else 0 for row in copies)):
+        while size < max(buffers.most - buffers.config.wide, *(len(row.tokens) if row else 0 for row in copies)):
             size *= 4
         *columns, deepest = columns_of(copies, size)
         for buffer, values in zip(buffers.copies(size), columns, strict=True):

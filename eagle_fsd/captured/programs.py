@@ -51,19 +51,16 @@ class Buffers:
     Args:
         drafter: None: there is neither a drafter nor a tree, and decoding is plain.
         storages: [layers, 2, B, H, C, D] of the target's cache, and of the drafter's.
-        copying: whether copies may join the trees.
     """
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None, storages: Sequence[Tensor], tree: TreeConfig | None,
-        copying: bool,
+        self, target: TargetModel, drafter: Drafter | None, storages: Sequence[Tensor], tree: TreeConfig | None
     ) -> None:
         storage = self.storage = storages[0]
         self.draft_storage = storages[-1]
         self.device, self.rows, self.config = storage.device, storage.shape[2], tree
-        self.key = self.rows, tree, copying
+        self.key = self.rows, tree
         self.most = 1 if tree is None else tree.total_tokens  # N, at most
-        self.wide = tree.wide if copying else 0  # W
         self.path = 1 if tree is None else tree.path + 1  # P without copies
         self.draft_tokens = None if drafter is None else drafter.draft_tokens  # programs must not allocate it again
         self.reads_features = drafter is not None and drafter.reads_features
@@ -84,7 +81,7 @@ class Buffers:
         self.noise_weights, self.left = self._new(torch.float32)(), self._new(torch.float64)()
         self.inside_marks, self.fuzzy = self._new(torch.bool)(), self._new(torch.bool)()
         # The cycle.
-        self.tree, self.wide_tree = self._tree(self.most), self._tree(self.wide)
+        self.tree, self.wide_tree = self._tree(self.most), self._tree(tree.wide if tree else 0)
         self.tree.ancestors[:, 0, 0] = True
         self.features = self._new(dtype)(self.most, target.feature_size)  # [B, N, F]
         self._draft_logits: list[Tensor] | None = None
@@ -250,7 +247,7 @@ def draft(
     plan = Plan(buffers.config)  # the whole tree: without prices
     scored, logits = grow(drafter, target, fed, cache, plan, coupling)
     store_tree(buffers.tree, rerank(scored, plan))
-    if buffers.wide:
+    if settings.copying:
         store_tree(buffers.wide_tree, rerank(scored, plan, wide=True))
     if not settings.lossless:
         for mine, level in zip(buffers.draft_logits(), logits, strict=True):
