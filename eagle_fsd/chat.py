@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from .api import CALL_KEYWORDS, Keywords, check_streamer, generate
@@ -13,7 +14,6 @@ from .loading.pair import EagleModel
 from .options.generate import GenerateKeywords, GenerateOptions, with_options
 from .options.option import lists_options
 from .utils.checks import check_functions
-from .utils.locks import Lock
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +55,7 @@ class Chat:
                       options.get("logits_processor"), options.get("stopping_criteria"))
         self.options = options
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turn = Lock()
+        self._turn = threading.Lock()
         self.reset()
 
     def reset(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eagle_fsd.utils.openmp import choose_wait_policy, in_own_thread
+from eagle_fsd.utils.threads import choose_wait_policy, in_own_thread
 
 ROOT = Path(__file__).parents[1]
 

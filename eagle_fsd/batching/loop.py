@@ -26,7 +26,7 @@ from ..drafting.sizing import Drafting
 from ..loading.pair import EagleModel
 from ..options.engine import EngineOptions
 from ..utils.checks import require_integer
-from ..utils.openmp import in_own_thread
+from ..utils.threads import in_own_thread
 from .memory import positions_in_memory
 from .tickets import EngineClosed, QueueFull, Ticket
 

@@ -13,7 +13,7 @@ import tyro
 from ..options.generate import GenerateOptions
 from ..options.load import LoadOptions
 from ..options.option import REPLACEMENTS
-from ..utils.openmp import choose_wait_policy
+from ..utils.threads import choose_wait_policy
 from .arguments import parse_options
 from .benchmark import BenchmarkCommand
 from .cache import CacheCommand

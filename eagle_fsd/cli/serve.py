@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError
 from ..heads.catalogue import DEFAULT
 from ..serve.limits import KEY_VARIABLE, ServeOptions, key_from_environment, served_name
 from ..utils.installation import install_command, is_installed, packages_of
-from ..utils.openmp import in_own_thread
+from ..utils.threads import in_own_thread
 from .arguments import Decoding, Loading
 
 

@@ -14,8 +14,8 @@ from ..heads.checkpoint import TOKEN_MAP, is_causal_lm, load_head, weight_files,
 from ..heads.eagle import DraftHead
 from ..heads.eagle3 import Eagle3Head
 from ..heads.layouts import LAYER_IDS, SPECFORGE, eagle_config, read_json
-from ..utils.locks import one_at_a_time
 from ..utils.text import token_difference
+from ..utils.threads import one_at_a_time
 from .servers import LAYERS, LAYOUTS, eagle3_traits, has_trained_bias, not_computed
 
 

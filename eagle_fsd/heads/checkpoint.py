@@ -25,7 +25,7 @@ from ..data.sources import check_source, fetch, is_gguf
 from ..models.loading import EmptyWeights
 from ..models.masks import SLIDING
 from ..utils.files import save_atomically
-from ..utils.locks import one_at_a_time
+from ..utils.threads import one_at_a_time
 from .eagle import DraftHead
 from .eagle3 import LAST_NORM, LAYER_IDS, POST_NORM, Eagle3Head
 from .layouts import NORMS, check_draft_tokens, is_drafter, is_eagle3, llama_config, plain_names, read_fields

@@ -24,7 +24,7 @@ from ..models.memory import trim
 from ..models.target import CausalLM, TargetModel
 from ..options.load import LoadKeywords, LoadOptions
 from ..options.option import lists_options
-from ..utils.locks import one_at_a_time
+from ..utils.threads import one_at_a_time
 from .curves import read_curves
 from .pair import EagleModel, check_once
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,13 +27,12 @@ from ..models.memory import trim
 from ..models.target import TargetModel, read_structure
 from ..utils.files import remembered
 from ..utils.installation import code_version
-from ..utils.locks import Lock
 from .curves import known_curves
 from .timing import known_latency
 
 log = logging.getLogger(__name__)
 _pairs: WeakKeyDictionary[Drafter, WeakSet[EagleModel]] = WeakKeyDictionary()  # by drafter
-_fitting = Lock()  # of drafters to targets
+_fitting = threading.Lock()  # of drafters to targets
 MOST_WARNED = 256  # kinds of warnings about requests: clients of a server may choose the names in them
 
 

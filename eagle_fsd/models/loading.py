@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..data.gguf import target_source
 from ..data.sources import fetch
 from ..utils.checks import check_placement
-from ..utils.locks import one_at_a_time
+from ..utils.threads import one_at_a_time
 from .linear import has_half_kernels
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ..heads.catalogue import DEFAULT
 from ..loading.load import load
 from ..options.generate import GenerateOptions
 from ..options.load import LoadOptions
-from ..utils.openmp import in_own_thread
+from ..utils.threads import in_own_thread
 from .app import create_app
 from .limits import ServeOptions, key_from_environment, served_name
 

@@ -1,1 +1,1 @@
-"""Helpers of every folder: checks of values, lazy imports, locks, text of tokens."""
+"""Helpers of every folder."""

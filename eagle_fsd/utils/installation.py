@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from .. import __version__
-from .openmp import WAIT_POLICIES
+from .threads import WAIT_POLICIES
 
 ROOT = Path(__file__).parents[2]
 CHANGES = "+changes-"  # between a commit and a digest of what was changed

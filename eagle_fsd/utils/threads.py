@@ -1,18 +1,21 @@
-"""How the threads of OpenMP wait for one another, chosen by what other programs leave of the processor."""
+"""Threads: how those of OpenMP wait for one another, chosen by what other programs leave of the processor; work in a
+thread of its own; the lock of loading."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import psutil
 
 SECONDS = 0.2  # for which the load is watched
-Result = TypeVar("Result")
+P = ParamSpec("P")
+T = TypeVar("T")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -34,14 +37,14 @@ def choose_wait_policy() -> None:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def in_own_thread(work: Callable[[], Result]) -> Result:
+def in_own_thread(work: Callable[[], T]) -> T:
     """Run some work in a thread of its own, and return its result. Ctrl-C does not wait for it.
 
     OpenMP keeps a team of threads for each thread that has used it, as long as this lives. With more of them than
     cores, GNU OpenMP lets waiting threads sleep at once. So what loads or measures a model and then leaves decoding to
     another thread, such as an engine's, does it here: on two cores SmolLM2 decodes 127 tokens/s so, and 88 otherwise.
     """
-    outcome: Future[Result] = Future()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -51,3 +54,17 @@ def in_own_thread(work: Callable[[], Result]) -> Result:
 
     threading.Thread(target=run, daemon=True).start()
     return outcome.result()
+
+
+_loading = threading.RLock()
+
+
+def one_at_a_time(load: Callable[P, T]) -> Callable[P, T]:
+    """A function that loads models. No two threads run such functions at once, because transformers sets the default
+    dtype and the functions of `torch.nn.init` for the whole process while it loads."""
+    @functools.wraps(load)
+    def locked(*args: P.args, **keywords: P.kwargs) -> T:
+        with _loading:
+            return load(*args, **keywords)
+
+    return locked
