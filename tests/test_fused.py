@@ -123,7 +123,7 @@ def test_a_decoder_of_another_shape_is_refused(change, why):
     model = tiny_target()
     change(model)
     with pytest.raises(Unsupported, match=why):
-        FusedDecoder(model.model, model.model.layers, model.config)
+        FusedDecoder(model.model, model.config)
 
 
 def test_one_that_computes_something_else_is_found_out(monkeypatch):

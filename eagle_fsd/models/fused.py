@@ -180,13 +180,12 @@ class FusedDecoder:
 
     Args:
         decoder: has `embed_tokens`, `layers`, `norm` and `rotary_emb`.
-        layers: the decoder's list of layers.
 
     Raises:
         Unsupported: the decoder has another architecture, or is spread over devices.
     """
 
-    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, config: PreTrainedConfig) -> None:
+    def __init__(self, decoder: nn.Module, config: PreTrainedConfig) -> None:
         if type(decoder).__name__ not in FAMILIES:
             raise Unsupported(f"{type(decoder).__name__} is not one of {', '.join(sorted(FAMILIES))}")
         kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -199,7 +198,7 @@ class FusedDecoder:
             raise Unsupported("its modules have hooks")
         self.decoder, self.norm = decoder, Norm(decoder.norm)
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # Granite
-        self.layers = [FusedLayer(layer, config) for layer in layers]
+        self.layers = [FusedLayer(layer, config) for layer in decoder.layers]
         self.rotary = Rotary(decoder.rotary_emb)
 
     @torch.no_grad()

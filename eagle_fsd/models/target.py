@@ -57,7 +57,7 @@ class Forward:
         if stock_reason is None:
             if set(self.masked_layers.kinds) != {"full_attention"}:
                 raise Unsupported("it has layers without full attention")
-            self.fused = FusedDecoder(self.decoder, self.layers, config)
+            self.fused = FusedDecoder(self.decoder, config)
 
     def __getstate__(self) -> dict:
         return vars(self) | {"structure": ()}  # a copy or a pickle has another model
