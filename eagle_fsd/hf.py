@@ -36,7 +36,7 @@ from .options.generate import GenerateKeywords, GenerateOptions, as_list
 from .options.option import lists_options
 
 # Keyword arguments that `model.generate` passes on and that do not affect the text.
-NEUTRAL = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
+NEUTRAL = ("attention_mask", "logits_to_keep", "position_ids", "use_cache")
 OTHER_METHODS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "dola_layers", "penalty_alpha",
                  "constraints", "force_words_ids")
 # Our options that `model.generate` does not take itself, for prompts of token ids.
