@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from collections import Counter
 from dataclasses import fields
 
 import numpy as np
@@ -283,6 +284,22 @@ def test_what_is_shown_of_a_model_and_an_answer(small):
     shown = repr(small)
     assert f"target=LlamaForCausalLM (LlamaForCausalLM, {plain / 1000:.3g} k parameters, float32, plain w" in shown
     assert "draft=a head (EAGLE-1/2, " in shown and "TreeConfig(" in shown and "\n" not in shown
+
+
+def test_acceptance_in_the_fields_of_vllm(small):
+    """Five cycles, the second without a draft; trees of 8 nodes."""
+    stats = eagle_fsd.Stats(accepted_lengths=[2, 0, 0, 3, 0], drafts=4, undrafted=1, proposed=Counter(head=25, text=3))
+    assert stats.speculative_decoding == {
+        "mean_acceptance_length": 2.25, "draft_acceptance_rate": 5 / 28, "acceptance_histogram": [2, 0, 1, 1],
+        "num_spec_steps": 4, "num_accepted_draft_tokens": 5, "num_draft_tokens": 28,
+        "num_accepted_tokens_per_pos": [2, 2, 1]}
+    drafts = eagle_fsd.generate(PROMPT, small, max_new_tokens=40).stats.speculative_decoding
+    histogram = drafts["acceptance_histogram"]
+    assert sum(histogram) == drafts["num_spec_steps"] > 0
+    assert sum(each * count for each, count in enumerate(histogram)) == drafts["num_accepted_draft_tokens"] > 0
+    assert eagle_fsd.Stats().speculative_decoding == {
+        "mean_acceptance_length": 1, "draft_acceptance_rate": 0, "acceptance_histogram": [0], "num_spec_steps": 0,
+        "num_accepted_draft_tokens": 0, "num_draft_tokens": 0, "num_accepted_tokens_per_pos": []}
 
 
 def test_numbers_and_arrays_of_numpy(small):

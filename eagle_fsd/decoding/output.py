@@ -105,6 +105,36 @@ class Stats(Counts):
         seconds = self.prefill_seconds + self.decode_seconds
         return self.new_tokens / seconds if seconds else 0.0
 
+    @property
+    def speculative_decoding(self) -> dict[str, Any]:
+        """Acceptance in the fields of `metrics.speculative_decoding`, which vLLM reports for a request. On trees:
+
+        - `num_spec_steps`: drafts, that is cycles that verified draft tokens of this request. vLLM's counter is
+          `num_drafts`.
+        - `num_draft_tokens`: draft tokens verified: all nodes of the trees but the roots, siblings included.
+        - `num_accepted_draft_tokens`: draft tokens on the accepted paths, without the target's own tokens.
+        - `mean_acceptance_length`: 1 + accepted / drafts. `mean_accepted_length` also counts cycles without a draft.
+        - `draft_acceptance_rate`: accepted / verified. At most one of several siblings is accepted, so that a tree
+          lowers this rate and raises the one before.
+        - `acceptance_histogram`: at j, the number of drafts with j accepted tokens.
+        - `num_accepted_tokens_per_pos`: at d, accepted tokens at depth d + 1, that is drafts with more than d. vLLM
+          has these as counters of the server only.
+
+        There is no `num_spec_tokens`: each cycle has a draft of its own size.
+        """
+        lengths = Counter(self.accepted_lengths)
+        lengths[0] -= self.undrafted  # in such a cycle no token can be accepted
+        drafted, accepted = self.proposed.total(), sum(self.accepted_lengths)
+        return {
+            "mean_acceptance_length": 1 + accepted / max(1, self.drafts),
+            "draft_acceptance_rate": accepted / max(1, drafted),
+            "acceptance_histogram": [lengths[length] for length in range(max(lengths) + 1)],
+            "num_spec_steps": self.drafts,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_accepted_tokens_per_pos": accepted_by_position(lengths),
+        }
+
     def __repr__(self) -> str:
         """The main numbers, then the fields that differ from their defaults, rounded to three decimals."""
         shown: dict[str, object] = {"new_tokens": self.new_tokens, "tokens_per_second": self.tokens_per_second,
@@ -117,6 +147,16 @@ class Stats(Counts):
         texts = {name: repr(round(value, 3) if isinstance(value, float) else dict(value) if isinstance(value, Counter)
                             else value) for name, value in shown.items()}
         return f"Stats({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+def accepted_by_position(lengths: Mapping[int, int]) -> list[int]:
+    """Accepted draft tokens by depth in the tree, the first at depth 1.
+
+    Args:
+        lengths: number of cycles by the number of tokens that each accepted.
+    """
+    longest = max(lengths, default=0)
+    return [sum(count for length, count in lengths.items() if length > depth) for depth in range(longest)]
 
 
 @dataclass(repr=False)

@@ -18,7 +18,6 @@ from ..batching.tickets import Piece
 from ..decoding.grammar import vocabulary
 from ..decoding.output import Output, Receipt
 from ..drafting.copies import ORIGINS
-from .metrics import speculative_decoding
 from .protocol import ChatRequest, CompletionRequest
 from .splitter import Splitter
 from .tools import json_text
@@ -109,9 +108,9 @@ class Formatter:
         return "tool_calls" if splitter and splitter.calls else FINISHED[output.finish_reason]
 
     def _counted(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """`usage`, and the `metrics` of a single answer as vLLM reports them."""
+        """`usage`, and the `metrics` of a single answer as vLLM reports them, see `Stats.speculative_decoding`."""
         predicted = self.chat and self.request.prediction is not None
-        metrics = {"speculative_decoding": speculative_decoding(outputs[0].stats)} if len(outputs) == 1 else None
+        metrics = {"speculative_decoding": outputs[0].stats.speculative_decoding} if len(outputs) == 1 else None
         return {"usage": usage(sum(self.prompts), outputs, predicted=predicted, prompts=len(self.prompts)),
                 "metrics": metrics}
 

@@ -8,10 +8,8 @@ Drafts are counted under vLLM's names as well, with its labels, for dashboards t
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..batching.engine import Engine
 from ..batching.loop import EngineStats
 from ..batching.tickets import Ticket
-from ..decoding.output import Stats
+from ..decoding.output import accepted_by_position
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -91,46 +89,6 @@ class Metrics(Collector):
         for position, count in enumerate(accepted_by_position(stats.accepted_lengths)):
             by_position.add_metric([*values, str(position)], count)
         yield by_position
-
-
-def speculative_decoding(stats: Stats) -> dict[str, Any]:
-    """Acceptance in the fields of `metrics.speculative_decoding`, which vLLM reports for a request. On trees:
-
-    - `num_spec_steps`: drafts, that is cycles that verified draft tokens of this request. vLLM's counter is
-      `num_drafts`.
-    - `num_draft_tokens`: draft tokens verified: all nodes of the trees but the roots, siblings included.
-    - `num_accepted_draft_tokens`: draft tokens on the accepted paths, without the target's own tokens.
-    - `mean_acceptance_length`: 1 + accepted / drafts. `mean_accepted_length` also counts cycles without a draft.
-    - `draft_acceptance_rate`: accepted / verified. At most one of several siblings is accepted, so that a tree
-      lowers this rate and raises the one before.
-    - `acceptance_histogram`: at j, the number of drafts with j accepted tokens.
-    - `num_accepted_tokens_per_pos`: at d, accepted tokens at depth d + 1, that is drafts with more than d. vLLM
-      has these as counters of the server only.
-
-    There is no `num_spec_tokens`: each cycle has a draft of its own size.
-    """
-    lengths = collections.Counter(stats.accepted_lengths)
-    lengths[0] -= stats.undrafted  # in such a cycle no token can be accepted
-    drafted, accepted = stats.proposed.total(), sum(stats.accepted_lengths)
-    return {
-        "mean_acceptance_length": 1 + accepted / max(1, stats.drafts),
-        "draft_acceptance_rate": accepted / max(1, drafted),
-        "acceptance_histogram": [lengths[length] for length in range(max(lengths) + 1)],
-        "num_spec_steps": stats.drafts,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens_per_pos": accepted_by_position(lengths),
-    }
-
-
-def accepted_by_position(lengths: Mapping[int, int]) -> list[int]:
-    """Accepted draft tokens by depth in the tree, the first at depth 1.
-
-    Args:
-        lengths: number of cycles by the number of tokens that each accepted.
-    """
-    longest = max(lengths, default=0)
-    return [sum(count for length, count in lengths.items() if length > depth) for depth in range(longest)]
 
 
 class Counted:
