@@ -21,7 +21,7 @@ from ..drafting.copies import Copies, forced_copies
 from ..utils.checks import OptionError
 from ..utils.installation import install_command
 
-FORMS = ("text", "json_object", "json_schema", "regex", "choice", "grammar")
+FORMS = ("json_object", "json_schema", "regex", "choice", "grammar")
 SCHEMA_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # As `json.dumps` and most models write JSON. Free whitespace would leave few forced tokens, and small models may never
 # stop writing it. "x-guidance" in a schema overrides this.
@@ -143,12 +143,12 @@ def grammar_of(response_format: object) -> str:
         response_format = response_format.model_json_schema()
     if not isinstance(response_format, Mapping):
         raise GrammarError("must be a JSON schema, a pydantic model, or an object with a type of "
-                           f"{', '.join(FORMS[1:])}, got {response_format!r}")
+                           f"{', '.join(FORMS)}, got {response_format!r}")
     form = response_format.get("type")
     if not isinstance(form, str):  # a schema without a type, or with several
         form = None
     elif form not in (*FORMS, *SCHEMA_TYPES):
-        raise GrammarError(f"of type {form!r} is not known; accepted: {', '.join(FORMS[1:])}, or the types of a "
+        raise GrammarError(f"of type {form!r} is not known; accepted: {', '.join(FORMS)}, or the types of a "
                            f"JSON schema, {', '.join(SCHEMA_TYPES)}")
     content = {"json_schema": Mapping, "regex": str, "choice": (list, tuple), "grammar": str}
     if form in content and not (isinstance(value := response_format.get(form), content[form]) and value):
