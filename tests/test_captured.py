@@ -25,7 +25,7 @@ from tiny import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TemperatureLogitsWarper, TopKLogitsWarper
 
 import eagle_fsd
 from eagle_fsd import EagleModel, Session, TextDrafts, TreeConfig
@@ -128,6 +128,14 @@ def test_the_programs_compute_the_cycle(kind, rule, draw):
     pair = PAIRS[kind]()
     outputs = both(pair, PROMPTS[:1], **RULES[rule], **DRAWS[draw])
     assert all(pair.captured.taken) and len(pair.captured.taken) == len(outputs[0].stats.accepted_lengths)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_warpers_of_ones_own_are_captured(draw):
+    """In a batch too: equal ones are called once for all rows."""
+    pair, own = tiny_pair(), [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)]
+    both(pair, PROMPTS[:3], logits_processor=own, **RULES["fsd"], **DRAWS[draw])
+    assert all(pair.captured.taken)
 
 
 COPYING = {"text_drafts": "auto", "stop_token_ids": [9]} | RULES["fsd"]
