@@ -238,7 +238,6 @@ BROKEN = {
     lambda nodes: nodes.warped - math.inf: (ValueError, "above -inf somewhere"),
     lambda nodes: Weights(nodes.warped): (ValueError, r"Weights.children must be a tensor \[1, 8\], got \[1, 32\]"),
     lambda nodes: Weights(3.0): (ValueError, "Weights.children must be a tensor .*, got 3.0"),
-    lambda nodes: None: (TypeError, "got NoneType"),
     lambda nodes: Weights(nodes.child_logits, stop=torch.ones(2)): (RuntimeError, "Boolean value of Tensor"),
 }
 
