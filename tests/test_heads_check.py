@@ -118,6 +118,19 @@ def test_agreement_is_that_of_training(model, eagle3):
     assert found.agreed.tolist() == expected.tolist() and (found.covered < found.tokens) == eagle3
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_chains_are_those_of_decoding(model, window):
+    head, tokens = copy.deepcopy(model.draft), torch.arange(3, 15)
+    head.window = window
+    with torch.no_grad():
+        features = model.target.prefill(tokens[None], model.target.new_cache(12))
+        cache, states, i = head.new_cache(12), head.to_states(features), 4
+        state = head.predict(states[:, :i], tokens[None, 1 : i + 1], torch.arange(i)[None], None, cache)[:, -1:]
+        for step, predicted in enumerate(diagnosis.chains(head, features[0], tokens), i):
+            torch.testing.assert_close(state[0, 0], predicted[step - 1])
+            state = head.predict(state, tokens[None, step + 1 : step + 2], torch.tensor([[step]]), None, cache)
+
+
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16}  # as ModelOpt exports it
 
 
