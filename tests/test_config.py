@@ -6,10 +6,10 @@ from eagle_fsd import TreeConfig
 
 
 @pytest.mark.parametrize(("shape", "scored", "nodes"), [
-    ((60, 8, 10), 10 + 7 * 100, 60),
-    ((60, 1, 10), 10, 11),  # no more than the root and its children
-    ((12, 3, 2), 10, 11),
-    ((9, 20, 1), 20, 9),
+    ((60, 8, 10), 1 + 10 + 7 * 100, 60),
+    ((60, 1, 10), 11, 11),  # no more than the root and its children
+    ((12, 3, 2), 11, 11),
+    ((9, 20, 1), 21, 9),
 ])
 def test_nodes_are_what_is_asked_for_or_what_can_be_scored(shape, scored, nodes):
     config = TreeConfig(*shape)

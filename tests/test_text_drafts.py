@@ -267,7 +267,7 @@ def test_joined_trees_are_the_best_paths_of_both(config):
     for seed in range(6):
         draw, head = random.Random(seed), head_trees(seed, config)
         if config is not None:  # more nodes than will be verified, of which those were read that have a row
-            assert head.tokens.shape[1] == min(MOST_NODES, config.scored_nodes + 1)
+            assert head.tokens.shape[1] == min(MOST_NODES, config.scored_nodes)
             for row, depth in itertools.product(range(2), range(config.depth + 1)):
                 read = [at for at in head.draft_rows[row, head.depths[row] == depth].tolist() if at >= 0]
                 assert len(read) == len({*read}) <= config.top_k and (read == []) == (depth == config.depth)

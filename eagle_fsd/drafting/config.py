@@ -1,13 +1,4 @@
-"""The size and shape of draft trees: small frozen dataclasses, validated on construction.
-
-Numbers of nodes, the root included unless it says otherwise:
-
-    total_tokens   TreeConfig  verified at most, copies included
-    scored_nodes   TreeConfig  scored by the drafter at most, without the root
-    nodes          TreeConfig  verified at most without copies
-    wide           TreeConfig  of the drafter, with which copies compete, at most
-    nodes(scores)  Plan        verified in this cycle
-"""
+"""The size and shape of draft trees: small frozen dataclasses, validated on construction."""
 
 from __future__ import annotations
 
@@ -22,7 +13,7 @@ class TreeConfig:
     """Size and shape limits of the draft tree (EAGLE-2, arXiv 2406.16858, section 4).
 
     Args:
-        total_tokens: nodes verified per cycle, the root included (2 to 4096), as in the published code.
+        total_tokens: nodes verified per cycle, the root and copies included (2 to 4096), as in the published code.
         depth: levels below the root (1 to 256). The published code does not count the
             first forward: its 7 is 8 here.
         top_k: children scored per expanded node, and nodes expanded per level (1 to 256).
@@ -47,18 +38,18 @@ class TreeConfig:
 
     @property
     def scored_nodes(self) -> int:
-        """Nodes below the root that the draft scores: K at the first level, K * K at each further one."""
-        return self.top_k + (self.depth - 1) * self.top_k**2
+        """Nodes that the draft scores: the root, K at the first level, K * K at each further one."""
+        return 1 + self.top_k + (self.depth - 1) * self.top_k**2
 
     @property
     def nodes(self) -> int:
         """Nodes verified per cycle without copies: `total_tokens`, or fewer where fewer can be scored."""
-        return min(self.total_tokens, self.scored_nodes + 1)
+        return min(self.total_tokens, self.scored_nodes)
 
     @property
     def wide(self) -> int:
         """Nodes of the drafter with which copies compete."""
-        return min(max(self.total_tokens, MOST_NODES), self.scored_nodes + 1)
+        return min(max(self.total_tokens, MOST_NODES), self.scored_nodes)
 
     @property
     def path(self) -> int:
