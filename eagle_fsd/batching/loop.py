@@ -105,9 +105,7 @@ class Loop:
 
     def __init__(self, model: EagleModel, tree: TreeConfig | None, options: EngineOptions) -> None:
         self.model, self.max_waiting = model, options.max_waiting
-        # A request may bring its own.
-        trees = [model.sizing.largest_tree, model.default_tree] if tree is None else [tree]
-        nodes, levels = map(max, zip(*(each.room for each in trees), strict=True))
+        nodes, levels = (model.sizing.largest_tree if tree is None else tree).room
         positions = options.max_tokens or in_own_thread(partial(positions_in_memory, model, options.max_rows, nodes))
         require_integer("max_tokens", positions, nodes + 2)
         self.room = Room(options.max_rows, positions, nodes, levels)
