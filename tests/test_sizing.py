@@ -73,7 +73,7 @@ def test_an_observed_cycle_is_the_tree_and_what_became_of_it(pair):
     _, seen = decode(pair, PROMPTS[:3], Plan(replace(WIDE_TREE, depth=5)), 9)
     for tree, levels, paths in seen:
         for row, path in enumerate(paths):
-            cycle = observed(tree, path, row)
+            cycle = observed(tree.each(lambda part, row=row: part[[row]]), path)
             assert [node + 1 for node, taken in enumerate(cycle.accepted) if taken] == path[1:]
             for node, (parent, rank, step) in enumerate(zip(*cycle[:3], strict=True), 1):
                 logits = levels[tree.depths[row, node] - 1][row, tree.draft_rows[row, parent + 1]]

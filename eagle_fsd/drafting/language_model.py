@@ -52,9 +52,17 @@ class DraftModel(CausalLM, Drafter):
             tokenizer: the target's; None: unknown.
 
         Raises:
-            ValueError: the target has other tokens.
+            ValueError: the target has other tokens: by the tokenizers if both are known, else by the sizes of the
+                vocabularies.
         """
-        check_tokens(self, target, tokenizer)
+        problem = None
+        if tokenizer is not None and self.tokenizer is not None:
+            problem = token_difference(tokenizer, self.tokenizer)
+        elif abs(self.vocab_size - target.vocab_size) > PADDING:
+            problem = f"its vocabulary size is {self.vocab_size}, the target's is {target.vocab_size}"
+        if problem is not None:
+            raise ValueError(f"the draft model does not fit the target: {problem}; accepted: a causal LM with the "
+                             "target's tokenizer")
         self.draft_vocab_size = min(self.vocab_size, target.vocab_size)
 
     @property
@@ -93,16 +101,3 @@ class DraftModel(CausalLM, Drafter):
 def draft_form(quantization: str | None) -> str | None:
     """In place of "int8" the fast form: what a drafter computes is verified, so its last bits do not matter."""
     return "int8-fast" if quantization == "int8" else quantization
-
-
-def check_tokens(draft: DraftModel, target: TargetModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise ValueError unless draft model and target have the same tokens: by their tokenizers if both are known, else
-    by the sizes of their vocabularies."""
-    problem = None
-    if tokenizer is not None and draft.tokenizer is not None:
-        problem = token_difference(tokenizer, draft.tokenizer)
-    elif abs(draft.vocab_size - target.vocab_size) > PADDING:
-        problem = f"its vocabulary size is {draft.vocab_size}, the target's is {target.vocab_size}"
-    if problem is not None:
-        raise ValueError(f"the draft model does not fit the target: {problem}; accepted: a causal LM with the target's "
-                         "tokenizer")

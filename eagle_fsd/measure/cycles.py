@@ -65,13 +65,13 @@ def wide_cycles(model: EagleModel, prompts: Sequence, max_new_tokens: int, tempe
     return cycles
 
 
-def observed(tree: DraftTree, path: Sequence[int], row: int = 0) -> Cycle:
-    """The cycle of one row.
+def observed(tree: DraftTree, path: Sequence[int]) -> Cycle:
+    """The cycle of a tree of one row, drafted without curves at draft temperature 1.
 
     Args:
-        tree: drafted without curves at draft temperature 1. path: the accepted nodes of this row, the root first.
+        path: the accepted nodes, the root first.
     """
-    parents, scores = tree.parents[row].tolist(), tree.scores[row].tolist()
+    (parents,), (scores,) = tree.parents.tolist(), tree.scores.tolist()
     log_probs = [score - scores[parent] for score, parent in zip(scores, parents, strict=True)]
     ranks = [sum(parents[other] == parents[node] and (log_probs[other], -other) > (log_probs[node], -node)
                  for other in range(1, len(parents))) for node in range(1, len(parents))]
