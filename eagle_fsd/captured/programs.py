@@ -41,12 +41,12 @@ class Buffers:
     """Tensors of B rows that share a tree. All are on the device of trees, logits and features.
 
     What the host knows of them:
-                        set by                  valid
-        owners, known   load, end of a cycle    for these requests and lengths of caches, see `holds`
-        known_weights   load                    for these rules
-        fed             load, launch of a walk  columns of `fed_tokens` that the next draft reads
-        drafted         launch of a draft       for the next cycle, with these settings
-        launched        end of a plain cycle    the table of the next one, which runs already
+                             set by                  valid
+        owners, known        load, end of a cycle    for these requests and lengths of caches, see `holds`
+        known_noise_weights  load                    for these rules
+        fed                  load, launch of a walk  columns of `fed_tokens` that the next draft reads
+        drafted              launch of a draft       for the next cycle, with these settings
+        launched             end of a plain cycle    the table of the next one, which runs already
 
     Args:
         drafter: None: there is neither a drafter nor a tree, and decoding is plain.
