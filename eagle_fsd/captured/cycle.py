@@ -212,7 +212,11 @@ class CapturedCycles:
         if not buffers.holds(requests, lengths, read):
             held.check_weights()
             buffers = held.buffers_of(*key)
-        self._load(buffers, batch, lengths, read, rules)
+            self._load(buffers, batch, lengths, read)
+        weights = noise_weights_of(requests, rules)
+        if weights != buffers.known_noise_weights:
+            buffers.upload(buffers.noise_weights, weights)
+            buffers.known_noise_weights, buffers.drafted = weights, None
         if settings.tree is None:
             return self._plain(held, buffers, settings, batch)
         if buffers.drafted != settings:
@@ -271,17 +275,9 @@ class CapturedCycles:
         held.pool.run(("join", buffers.key, size, path), partial(join_copies, buffers, size, path))
         return path
 
-    def _load(
-        self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int], rules: Sequence[Rule]
-    ) -> None:
-        """Copy the rows into the buffers unless they are there."""
+    def _load(self, buffers: Buffers, batch: Batch, lengths: list[int], read: list[int]) -> None:
+        """Copy the rows into the buffers."""
         requests = batch.requests
-        weights = noise_weights_of(requests, rules)
-        if weights != buffers.known_noise_weights:
-            buffers.upload(buffers.noise_weights, weights)
-            buffers.known_noise_weights, buffers.drafted = weights, None
-        if buffers.holds(requests, lengths, read):
-            return
         if buffers.config is None:
             buffers.upload(buffers.tree.tokens, [request.tokens[-1:] for request in requests])
         else:
