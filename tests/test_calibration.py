@@ -338,3 +338,11 @@ def test_calibrate_says_what_settings_buy_and_cost(prompts, tmp_path, capsys, pl
     before = [path.read_bytes() for path in paths]
     assert main(words) == 0 and len(paths) >= 4
     assert [path.read_bytes() for path in paths] == before
+
+
+def test_a_batch_of_fuzzy_requests_has_one_tree(prompts, tmp_path, capsys):
+    """Said before anything is answered."""
+    words = ["calibrate", "--prompts", str(prompts), "--out", str(tmp_path / "found"), "--batch", "4", "--settings"]
+    assert main([*words, "exact tree=4,3,1", "fsd 0.6 tree=8,3,2"]) == 2
+    assert "leave it out of 'fsd 0.6 tree=8,3,2'" in capsys.readouterr().err
+    assert not (tmp_path / "found.answers").exists()

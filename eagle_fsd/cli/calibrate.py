@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from ..measure.settings import FORMS, REFERENCE, CalibrationOptions, QuestionOptions, read_settings
+from ..options.generate import GenerateOptions
 from ..utils.checks import require_number
 from .arguments import Loading, Tree
 from .exits import check_counts
@@ -36,7 +37,10 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
         check_counts(self, "per_category", "limit", "max_new_tokens", "batch", "timed", "runs")
         if not (self.settings or self.also):
             raise ValueError(f"--settings needs at least one besides {REFERENCE}, with which it is compared")
-        read_settings(self.settings)
+        for name, setting in read_settings(self.settings).items():
+            if self.batch > 1 and "tree" in setting and not GenerateOptions(**setting).lossless:
+                raise ValueError("--batch: a batch has one tree for all fuzzy settings: set --tree, and leave it out of "
+                                 f"{name!r}, or answer alone (--batch 1)")
         require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
                        lambda batch: batch == 1 or not self.drafter_alone)
         questions = self.chosen_questions()
