@@ -40,7 +40,9 @@ from eagle_fsd.measure.methods import Method, engine, hf_generate
 from eagle_fsd.measure.records import environment, write_json
 from eagle_fsd.measure.settings import QuestionOptions, parse_setting
 from eagle_fsd.measure.statistics import first_difference
+from eagle_fsd.models import linear
 from eagle_fsd.models.cache import cache_name
+from eagle_fsd.models.kernels import KERNELS, Kernel
 from eagle_fsd.models.linear import Int8, is_int8, packed_form
 from eagle_fsd.utils.progress import Progress
 from eval.command import option_record, run_command
@@ -58,7 +60,7 @@ class LosslessArguments(QuestionOptions):
         settings: lossless rules; with a lossy one, such as "fsd 0.5", the check fails. Sampling uses the first.
         tree: size of the draft tree. If omitted: the fastest known on this machine.
         ways: further ways to decode greedily: the tree (16, 5, 4), without copies from the text, in a session that has
-            read half of the prompt.
+            read half of the prompt; in int8 with all products by oneDNN, and with all by FBGEMM.
         rows: with more than one, also answer as many questions in a batch.
         ties: also count near-ties: how far apart the two best tokens of each position are, and how much their distance
             differs between a tree and `model.generate`'s modules.
@@ -73,7 +75,7 @@ class LosslessArguments(QuestionOptions):
     pair: Loading = Loading()
     settings: tuple[str, ...] = ("exact",)
     tree: Tree = None
-    ways: tuple[Literal["tree", "no-copies", "session"], ...] = ()
+    ways: tuple[Literal["tree", "no-copies", "session", "oneDNN", "FBGEMM"], ...] = ()
     rows: int = 1
     ties: bool = False
     max_new_tokens: int = 128
@@ -174,6 +176,15 @@ def near_ties(model: EagleModel, stock: PreTrainedModel, chats: Sequence[list], 
             "expected other tokens in a million": 1e6 * (density * changes.double().mean() / 2).item()}
 
 
+def load_with(kernel: type[Kernel], args: LosslessArguments) -> EagleModel:
+    """The pair with all int8 products by one kernel."""
+    own, linear.fastest_kernel = linear.fastest_kernel, lambda outputs, inputs: kernel
+    try:
+        return args.pair.load(args.tree)
+    finally:
+        linear.fastest_kernel = own
+
+
 def in_session(model: EagleModel) -> Method:
     """Answers in a session that has read, and begun to answer, a chat with half of the last message."""
     def answer(messages: list[dict], max_new_tokens: int) -> Output:
@@ -247,9 +258,11 @@ def run(args: LosslessArguments) -> int:
     stock = model.target.model if quantised else model.stock_in(model.target.dtype)
     plain = engine(model, speculative=False) if quantised else hf_generate(model, stock=stock)
     methods = {name: engine(model, **each) for name, each in options.items()}
+    methods |= {kernel.NAME: engine(load_with(kernel, args), **options[args.settings[0]])
+                for kernel in KERNELS if kernel.NAME in args.ways}
     ways = {"tree": engine(model, tree=TreeConfig(16, 5, 4)), "no-copies": engine(model, text_drafts="off"),
             "session": in_session(model)}
-    methods |= {name: ways[name] for name in args.ways}
+    methods |= {name: ways[name] for name in args.ways if name in ways}
     by_method, tokens = check_greedy(model, chats, plain, methods, args.max_new_tokens, args.rows)
     for name, differences in by_method.items():
         print_differences(name, differences, len(chats))

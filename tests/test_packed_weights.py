@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 import eagle_fsd
 from eagle_fsd.drafting.config import TreeConfig
 from eagle_fsd.loading.pair import EagleModel
+from eagle_fsd.loading.timing import circumstances
+from eagle_fsd.models import kernels
 from eagle_fsd.models.digest import weights_digest
 from eagle_fsd.models.linear import (
     Half,
@@ -179,6 +181,94 @@ class TestInt8:
             check_quantization("int8")
         with pytest.raises(ValueError, match="VNNI"):
             eagle_fsd.load(quantization="int8")
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="no VNNI")
+class TestKernels:
+    """oneDNN's and FBGEMM's int8 products: equal to the bit, so that either may be chosen."""
+
+    @pytest.mark.skipif(not kernels.has_fbgemm(), reason="no AVX-512 VNNI, or torch without FBGEMM's product")
+    @pytest.mark.parametrize("inputs", [37, 64, 896, 4864])
+    @torch.inference_mode()
+    def test_both_give_the_same_bits(self, inputs, monkeypatch):
+        weight, bias = torch.randn(72, inputs), torch.randn(72)
+        weight[3] *= 1e4
+        weight[5], weight[6] = 0.0, 1e-30
+        ties = torch.randint(-127, 127, (64, inputs)) + 0.5  # with 37 inputs nothing is rotated
+        ties[:, 0] = 127.0  # so that a row's scale is 1
+        rows = torch.randn(64, inputs)
+        spiky = torch.where(torch.rand_like(rows) < 0.01, 1000 * rows, rows)
+        extreme = torch.randint(0, 2, rows.shape) * 2e30 - 1e30
+        extreme[::5] = 0.0
+        extreme[1::5] = 1e-38
+        for own in (None, bias):
+            both = []
+            for kernel in kernels.KERNELS:
+                monkeypatch.setattr("eagle_fsd.models.linear.fastest_kernel", lambda *_, kernel=kernel: kernel)
+                both.append(Int8(weight, own))
+            assert [type(layer.product) for layer in both] == list(kernels.KERNELS)
+            assert torch.equal(both[0].dense(), both[1].dense())
+            for kind in (rows, rows.bfloat16(), spiky, ties, extreme, torch.full_like(rows, -1.0)):
+                for count in range(1, 65):
+                    assert torch.equal(*(layer(kind[:count]) for layer in both)), count
+
+    @pytest.mark.parametrize("change, chosen", [
+        ({}, kernels.FBGEMM), ({1: 1.04, 16: 1.04}, kernels.FBGEMM), ({1: 1.2}, kernels.OneDNN),
+        ({512: 1.2}, kernels.OneDNN), (dict.fromkeys(kernels.CYCLE_ROWS, 1.0), kernels.OneDNN)])
+    def test_fbgemm_is_chosen_where_cycles_gain_and_nothing_loses(self, change, chosen):
+        assert kernels.faster_kernel(lambda count, _rounds: change.get(count, 0.7)) is chosen
+
+    def test_a_shape_is_measured_once(self, tmp_path, monkeypatch):
+        measured = []
+        monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+        monkeypatch.setattr(kernels, "shares_of", lambda *shape: measured.append(shape) or (lambda *_: 0.5))
+        monkeypatch.setattr(kernels, "has_fbgemm", lambda: True)
+        for _ in range(2):
+            kernels._fastest.cache_clear()  # as in another process
+            assert kernels.fastest_kernel(1000, 1000) is kernels.fastest_kernel(10**6, 1000) is kernels.FBGEMM
+            assert measured == [(1000, 1000), (kernels.MOST // 1000, 1000)]  # a part of the larger
+        assert kernels.fastest_kernel(8, 8) is kernels.OneDNN and len(measured) == 2
+        for damage in ("{", "[]", '"cuBLAS"'):
+            measured.clear()
+            for path in tmp_path.glob("kernels/*.json"):
+                path.write_text(damage)
+            kernels._fastest.cache_clear()
+            assert kernels.fastest_kernel(1000, 1000) is kernels.FBGEMM and measured == [(1000, 1000)]
+        kernels._fastest.cache_clear()
+
+    def test_an_older_torch_does_not_list_the_instructions(self, monkeypatch):
+        found = kernels.has_fbgemm()
+        for name in ("_is_avx512_supported", "_is_vnni_supported"):  # they have other ways to find out there
+            known = getattr(torch.cpu, name)()
+            monkeypatch.setattr(torch.cpu, name, lambda known=known: known)
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        assert kernels.has_fbgemm.__wrapped__() == found
+
+    @pytest.mark.parametrize("damage", ["missing", "saturates", "no instructions"])
+    def test_elsewhere_it_is_onednn(self, damage, monkeypatch):
+        if damage == "missing":
+            monkeypatch.delattr(torch, "_make_per_channel_quantized_tensor")
+        elif damage == "saturates":
+            product = kernels.FBGEMM.__call__
+            monkeypatch.setattr(kernels.FBGEMM, "__call__", lambda self, rows: product(self, rows) - 1)
+        else:
+            monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+        found = kernels.has_fbgemm.__wrapped__()
+        assert not found
+        monkeypatch.setattr(kernels, "has_fbgemm", lambda: found)
+        assert kernels.fastest_kernel(4096, 4096) is kernels.OneDNN
+
+    @pytest.mark.skipif(not kernels.has_fbgemm(), reason="no AVX-512 VNNI, or torch without FBGEMM's product")
+    def test_texts_are_the_same_and_latencies_are_not(self, tokenizer, monkeypatch):
+        texts, facts = [], []
+        for kernel in kernels.KERNELS:
+            monkeypatch.setattr("eagle_fsd.models.linear.fastest_kernel", lambda *_, kernel=kernel: kernel)
+            pair = tiny_pair(tokenizer=tokenizer)
+            pair.prepack("int8")
+            texts.append(eagle_fsd.generate(PROMPT, pair, tree=TREE, max_new_tokens=40).token_ids)
+            facts.append(circumstances(pair.target, pair.draft))
+        assert texts[0] == texts[1] and facts[0]["kernels"] != facts[1]["kernels"]
+        assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"kernels", "head_kernels"}
 
 
 @pytest.mark.parametrize("form", FORMS)

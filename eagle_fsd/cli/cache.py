@@ -10,6 +10,7 @@ KINDS = {  # folder of the cache: description
     "gguf": "dequantised GGUF models, made again when they are next loaded",
     "digests": "of GGUF files, computed again when needed",
     "latency": "times of decode cycles on this machine, measured again when needed",
+    "kernels": "times of int8 products on this machine, measured again when needed",
     "checked": "targets that can verify trees, checked again when needed",
     "trees": "acceptance curves fitted by eagle-fsd tune",
 }

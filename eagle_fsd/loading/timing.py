@@ -22,7 +22,7 @@ from ..drafting.copies import Copies, TextDrafts, TextSource, forced_copies
 from ..drafting.drafter import Drafter
 from ..drafting.sizing import Drafting, Latency, Plan, Prices
 from ..models.digest import config_digest
-from ..models.linear import packed_form
+from ..models.linear import packed_form, packed_kernels
 from ..models.target import TargetModel
 from ..options.generate import GenerateOptions
 from ..utils.files import remembered
@@ -235,12 +235,12 @@ def circumstances(target: TargetModel, drafter: Drafter | None) -> dict[str, str
     on_gpu = device.type == "cuda"
     facts = {"target": target.digest(), "config": config_digest(target.model.config), "dtype": str(target.dtype),
              "weights": packed_form(target.model) or "plain", "computed_by": target.computed_by,
-             "head": None if drafter is None else drafter.digest()}
+             "kernels": packed_kernels(target.model), "head": None if drafter is None else drafter.digest()}
     if drafter is not None:
         config = getattr(drafter.module, "config", None)
         facts |= {"head_config": config and config_digest(config), "head_dtype": str(drafter.dtype),
-                  "head_device": sorted(map(str, drafter.devices)), "head_computed_by": drafter.computed_by,
-                  "head_weights": packed_form(drafter.module) or "plain"}
+                  "head_device": sorted(map(str, drafter.devices)), "head_kernels": packed_kernels(drafter.module),
+                  "head_weights": packed_form(drafter.module) or "plain", "head_computed_by": drafter.computed_by}
     return facts | {
         "device": device.type, "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
         "threads": None if on_gpu else torch.get_num_threads(),

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from . import QUANTIZATIONS
 from .hooks import is_hooked
+from .kernels import ZERO, fastest_kernel
 from .memory import MappedFiles, copy_from_files
 
-ZERO = 128  # of rows as unsigned numbers
 
 class Packed:
     """A bfloat16 weight in the blocks of oneDNN's kernels, and its bias, for processors that multiply bfloat16.
@@ -81,7 +81,7 @@ class Int8:
 
     A row's result is independent of other rows, because the products are sums of integers; `block_size` leaves only
     rotations for which this holds, too. Both roundings are symmetric. (LLM.int8, arXiv 2208.07339, section 2:
-    vector-wise.)
+    vector-wise.) The product is that of the kernel which is the faster one here; either gives the same bits.
     """
 
     NAME = "int8, rotated"  # in the keys of what is stored about a model: another form needs another name
@@ -99,8 +99,7 @@ class Int8:
             scales.copy_(exact.abs().amax(1)).clamp_min_(1e-10).div_(self.LARGEST)
             rounded.copy_(exact.div_(scales[:, None]).round_())
         self.scales /= len(self.rotation)
-        self.weight = torch.ops.onednn.qlinear_prepack(numbers, None)
-        self.zeros = torch.zeros(len(weight), dtype=torch.long)
+        self.product = fastest_kernel(*weight.shape)(numbers, self.scales)
         self.bias = None if bias is None else bias.float()
         self.dtype, self.outputs = dtype or weight.dtype, len(weight)
         self.least = torch.full((1, 1), 1e-10)
@@ -108,15 +107,13 @@ class Int8:
     def __call__(self, rows: Tensor) -> Tensor:  # [..., K] -> [..., N], float32
         flat = rotated(rows.float().reshape(-1, rows.shape[-1]), self.rotation)
         scale = torch.add(self.least, flat.abs().amax(-1, keepdim=True), alpha=1 / self.LARGEST)  # [M, 1]
-        rounded = (flat / scale).add_(ZERO + 0.5).to(torch.uint8)
-        out = torch.ops.onednn.qlinear_pointwise(
-            rounded, 1.0, ZERO, self.weight, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        out = self.product((flat / scale).add_(ZERO + 0.5))
         out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
         return out.view(*rows.shape[:-1], -1)
 
     def dense(self) -> Tensor:  # [N, K]
         """The rounded weight, in the basis of the model's own."""
-        return rotated(self.weight.to_dense().t() * self.scales[:, None], self.rotation).to(self.dtype)
+        return rotated(self.product.numbers() * self.scales[:, None], self.rotation).to(self.dtype)
 
 
 def rotated(rows: Tensor, rotation: Tensor) -> Tensor:  # [M, K] float32, [S, S] -> [M, K]
@@ -390,6 +387,9 @@ def pack(
     work = [*groups, *(Joined((parent, name)) for parent in module.modules() for name, child in parent.named_children()
                        if _is_plain(child) and id(child) not in grouped)]
     work.sort(key=lambda joined: -joined.outputs)  # the largest first: copies are freed before most others exist
+    if quantization is not None:
+        for joined in work:  # measured now, since the threads would disturb it
+            fastest_kernel(joined.outputs, joined.layers[0].in_features)
 
     def pack_one(joined: Joined) -> None:
         weights = [layer.weight for layer in joined.layers if _is_plain(layer)]
@@ -437,6 +437,12 @@ def packed_form(module: nn.Module) -> str | None:
     """The form of a module's packed weights, the `NAME` of a `Form`; None: all are plain."""
     names = {layer.packed.NAME for layer in packed_layers(module)}
     return next((form.NAME for form in CLASSES.values() if form.NAME in names), max(names, default=None))
+
+
+def packed_kernels(module: nn.Module) -> list[str]:
+    """The kernels of a module's int8 layers, by shape."""
+    return sorted({f"{layer.packed.product.NAME} {layer.packed.outputs} x {layer.in_features}"
+                   for layer in packed_layers(module) if isinstance(layer.packed, Int8)})
 
 
 def is_int8(module: nn.Module) -> bool:
