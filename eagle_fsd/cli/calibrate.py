@@ -39,8 +39,8 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
             raise ValueError(f"--settings needs at least one besides {REFERENCE}, with which it is compared")
         for name, setting in read_settings(self.settings).items():
             if self.batch > 1 and "tree" in setting and not GenerateOptions(**setting).lossless:
-                raise ValueError("--batch: a batch has one tree for all fuzzy settings: set --tree, and leave it out of "
-                                 f"{name!r}, or answer alone (--batch 1)")
+                raise ValueError("--batch: a batch has one tree for all fuzzy settings: set --tree, and leave it out "
+                                 f"of {name!r}, or answer alone (--batch 1)")
         require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
                        lambda batch: batch == 1 or not self.drafter_alone)
         questions = self.chosen_questions()
