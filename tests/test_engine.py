@@ -22,9 +22,8 @@ from eagle_fsd.acceptance.fsd import FSD
 from eagle_fsd.batching.loop import Loop, Prefixes
 from eagle_fsd.decoding.batch import Batch, shared_prefix
 from eagle_fsd.drafting.config import MOST_NODES
-from eagle_fsd.drafting.copies import TextSource
+from eagle_fsd.drafting.copies import TextSource, forced_copies
 from eagle_fsd.drafting.sizing import Pause, Plan, Prices
-from eagle_fsd.loading.timing import SameCopies
 from eagle_fsd.models.cache import TreeCache
 
 TREE = eagle_fsd.TreeConfig(12, 4, 3)
@@ -814,10 +813,10 @@ def test_a_ticket_that_nobody_holds_is_cancelled():
 
 
 def test_an_engine_without_a_drafter_has_room_for_its_tree_of_copies(monkeypatch):
-    chain = SameCopies([(7 * number) % VOCAB for number in range(99)]).chain
+    chain = forced_copies([(7 * number) % VOCAB for number in range(99)])
     monkeypatch.setattr(TextSource, "propose", lambda self, forced=None, left=0: chain)
     model = eagle_fsd.EagleModel.from_parts(tiny_target(max_position_embeddings=512), None, tiny_tokenizer())
     expected = eagle_fsd.generate(PROMPT, model, max_new_tokens=200, speculative=False).token_ids
     with eagle_fsd.Engine(model, tree=eagle_fsd.TreeConfig(100, 99, 1), max_rows=1) as engine:
         output = engine.submit(PROMPT, max_new_tokens=200).result(60)
-    assert output.token_ids == expected and output.stats.proposed["text"] > 64
+    assert output.token_ids == expected and output.stats.proposed["grammar"] > 64
