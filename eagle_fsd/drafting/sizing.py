@@ -71,6 +71,10 @@ class Latency:
             return self.plain + (verified - between(self.base, 1)) + (rows - 1) * self.plain_row
         return verified + (levels - 1) * between(self.level, top_k * rows) + (rows - 1) * self.row
 
+    def relative(self, top_k: int, rows: int, nodes: int, levels: int) -> float:
+        """The time of a cycle, in cycles without drafting."""
+        return self.cycle(nodes, levels, top_k, rows) / self.cycle(rows=rows)
+
 
 def between(measured: Mapping[int, float], at: float) -> float:
     """Linear between the measured points and beyond the last two, constant before the first."""
@@ -293,8 +297,7 @@ class Sizing:
         key = rows, curves
         if key not in self._plans:
             top_k = self.top_k(rows)
-            plain = self.latency.cycle(rows=rows)
-            prices = Prices(lambda nodes, levels: self.latency.cycle(nodes, levels, top_k, rows) / plain, curves)
+            prices = Prices(partial(self.latency.relative, top_k, rows), curves)  # not a lambda: models are pickled
             drafts = curves is not None and prices.outlook()[1] > 0
             self._plans[key] = Plan(replace(self.largest_tree, top_k=top_k), drafts, prices)
         return self._plans[key]
