@@ -153,13 +153,13 @@ def mean_speeds(runs: Sequence[Sequence[Mapping]], their_runs: Sequence[Sequence
 
 def acceptance_by_position(lengths: Sequence[int]) -> list[float]:
     """The share of forwards that accepted the draft token at each position, of those that accepted all before it (the
-    EAGLE papers' n-alpha), as far as a position was reached.
+    EAGLE papers' n-alpha), up to the last position that any accepted: none may have been drafted beyond it.
 
     Args:
         lengths: accepted draft tokens of each verify forward.
     """
     reached = [sum(length >= position for length in lengths) for position in range(POSITIONS + 1)]
-    return [now / before for before, now in zip(reached, reached[1:], strict=False) if before]
+    return [now / before for before, now in zip(reached, reached[1:], strict=False) if now]
 
 
 def cross_fitted(records: Sequence[Mapping], reference: str, points: float) -> dict | None:
