@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Integral
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from ..utils.checks import OptionError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROBE = "eaglefsdprobe"  # a key of arguments that shows how a template renders them
-LONGEST = 1024  # characters: no vocabulary has a longer token
+ALWAYS = 1 << 16  # characters: shorter texts are always tokenised, which is fast
 ANSWER = "eaglefsdanswer"  # a text that no template has, see `end_of_turn`
+_longest: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()  # characters of the longest token
 
 
 class ChatTokens(list):
@@ -268,7 +270,7 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
         ValueError: the text cannot be encoded, or is too long for the target's positions in any case.
     """
     tokenizer, positions = require_tokenizer(model), model.target.max_positions
-    if positions is not None and len(text) > positions * LONGEST:  # to tokenise it may take minutes
+    if positions is not None and len(text) > max_characters(tokenizer, positions):
         raise OptionError(what, problem=f"has {len(text)} characters, too many for the target's {positions} "
                           "positions")
     ids = tokenizer(require_encodable(what, text), add_special_tokens=add_special_tokens)["input_ids"]
@@ -280,3 +282,10 @@ def tokenised(what: str, text: str, model: EagleModel, add_special_tokens: bool 
             if ids[:count] == own[:count] and ids[count:][: len(own)] == own:
                 return ids[count:]
     return ids
+
+
+def max_characters(tokenizer: PreTrainedTokenizerBase, positions: int) -> int:
+    """An upper bound on the characters of a text that fits into the positions: as if every token were the longest."""
+    if tokenizer not in _longest:
+        _longest[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+    return max(ALWAYS, positions * _longest[tokenizer])
