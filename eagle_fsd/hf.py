@@ -47,6 +47,8 @@ REFUSED = {  # fields of a generation config that say how an assistant drafts or
     "assistant_ensemble_weight": 'acceptance="fsd" with a threshold loosens verification instead',
     "speculation_type": "pass a head or a causal LM as draft=",
 }
+NOT_SYNCED = ("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and load the whole "
+              "model in each process")
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 # Keywords of `model.generate` that say where a repository's files are; transformers passes them on to its function.
 PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "repo_type", "revision", "token")
@@ -59,6 +61,9 @@ def custom_generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    assistant_model: object | None = None,
     draft: Drafter | PreTrainedModel | str | None = None,
     text_streamer: BaseStreamer | None = None,
     text_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -78,6 +83,7 @@ def custom_generate(
             you delete the model as well: otherwise its memory is freed only by a later garbage collection.
         text_streamer: receives the prompt and the tokens, and is ended. `generate` passes its own `streamer=` to no
             callable: it sends the prompt there, and never ends it.
+        streamer: the same, for a caller that has sent the prompt itself.
         text_tokenizer: the tokenizer, for options with text: `stop`, `reference`, `response_format` and marks of
             `fuzzy_within`. `generate` does not pass its `tokenizer=` on, and with `stop_strings=` asks for one even if
             it is there.
@@ -92,9 +98,17 @@ def custom_generate(
         ValueError, TypeError: padding elsewhere, beams, another generation method, inputs other than tokens (a cache
             that is not empty included), outputs other than tokens, or a bad option.
     """
-    with ending(text_streamer):
+    with ending(streamer), ending(text_streamer):
+        if streamer is not None and text_streamer is not None:
+            raise ValueError("custom_generate takes one streamer, got streamer= and text_streamer=")
+        if assistant_model is not None:
+            raise ValueError("custom_generate cannot take an assistant_model as well: pass it as draft=")
+        if synced_gpus:
+            raise ValueError(NOT_SYNCED)
+        has_prompt = streamer is not None
+        streamer = text_streamer if streamer is None else streamer
         given = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
-        pad = check_call(input_ids, generation_config, text_streamer, model_kwargs)
+        pad = check_call(input_ids, generation_config, streamer, model_kwargs)
         criteria, eos_ids, max_length = split_criteria(stopping_criteria or StoppingCriteriaList())
         options = GenerateOptions(
             max_new_tokens=(generation_config.max_length if max_length is None else max_length) - input_ids.shape[1],
@@ -118,9 +132,9 @@ def custom_generate(
             for fields in prepared:
                 fields["seed"] = int(torch.randint(2**62, ()))
         requests = make_requests(pair, prompts, options, prepared=prepared)
-        if text_streamer is not None:
-            text_streamer.put(input_ids.cpu())
-        decode_requests(pair, requests, streamer=text_streamer)
+        if streamer is not None and not has_prompt:
+            streamer.put(input_ids.cpu())
+        decode_requests(pair, requests, streamer=streamer)
     answers = [request.answer for request in requests]
     longest = max(map(len, answers))
     new = [answer + [pad] * (longest - len(answer)) for answer in answers]
@@ -174,8 +188,7 @@ def hub_generate(
     elif assisted:
         problem = f"{', '.join(assisted)}: an option of transformers' assisted generation; use tree= instead"
     elif synced_gpus:
-        problem = ("custom_generate does not keep processes in step, got synced_gpus=True: leave it out, and load the "
-                   "whole model in each process")
+        problem = NOT_SYNCED
     elif streamer is not None and text_streamer is not None:
         problem = "streamer= and text_streamer= are the same: pass one of them"
     if problem is not None:

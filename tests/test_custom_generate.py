@@ -135,11 +135,24 @@ def test_what_generate_does_not_pass_on(target, ours):
     assert (recorder.prompt, recorder.tokens, recorder.ended) == (PROMPT, [], 0)
 
 
-def test_streamers_end_where_a_call_is_refused(ours, hub, tokenizer):
-    ended = [Recorder(), Recorder()]
-    with pytest.raises(ValueError, match="pass one of them"):
-        hub(streamer=ended[0], text_streamer=ended[1])
-    assert [streamer.ended for streamer in ended] == [1, 1]
+def test_a_caller_that_has_sent_the_prompt(target, ours):
+    @functools.wraps(custom_generate)
+    def streaming(*args, **options):
+        return custom_generate(*args, streamer=recorder, **options)
+
+    recorder = Recorder()
+    recorder.put(IDS)
+    sequences = ours(custom_generate=streaming)
+    assert recorder.prompt == PROMPT and recorder.tokens == sequences[0, len(PROMPT) :].tolist()
+    assert recorder.ended == 1
+
+
+def test_streamers_end_where_a_call_is_refused(target, ours, hub, tokenizer):
+    for call, message in ((functools.partial(custom_generate, target, IDS), "one streamer"), (hub, "pass one of them")):
+        ended = [Recorder(), Recorder()]
+        with pytest.raises(ValueError, match=message):
+            call(streamer=ended[0], text_streamer=ended[1])
+        assert [streamer.ended for streamer in ended] == [1, 1]
     text = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
     with pytest.raises(ValueError, match="output_scores"):
         ours(text_streamer=text, return_dict_in_generate=True, output_scores=True)
@@ -352,10 +365,10 @@ def test_a_drafter_named_by_its_folder_is_loaded_once(tmp_path, monkeypatch, kin
 def test_calls_from_elsewhere_are_refused(target):
     with pytest.raises(TypeError, match="by generate"):
         custom_generate(target, IDS)
-    config = GenerationConfig(max_new_tokens=9)
-    with pytest.raises(ValueError, match="only input_ids are supported .* got assistant_model, streamer, synced_gpus"):
-        custom_generate(target, IDS, generation_config=config, assistant_model=target, streamer=Recorder(),
-                        synced_gpus=True)
+    with pytest.raises(ValueError, match="cannot take an assistant_model as well"):
+        custom_generate(target, IDS, assistant_model=target)
+    with pytest.raises(ValueError, match="synced_gpus=True"):
+        custom_generate(target, IDS, synced_gpus=True)
 
 
 @pytest.fixture
