@@ -25,7 +25,7 @@ CYCLE_ROWS, PROMPT_ROWS = (1, 4, 8, 16), (32, 128, 512)
 GAIN, LOSS = 0.95, 1.05  # FBGEMM's time in oneDNN's, at most: on average of a cycle's rows; for each number of rows
 # Bytes of a weight: smaller ones are oneDNN's, as the start of a product, and not its reading, decides; in a model
 # FBGEMM's is the slower one. A part of larger ones is measured.
-LEAST, MOST = 1 << 20, 1 << 24
+LEAST, MOST = 3 << 18, 1 << 24
 CACHE = 1 << 26  # bytes, as many as a processor's cache has
 ROUNDS, PROMPT_ROUNDS = 5, 2
 
