@@ -22,7 +22,7 @@ from torch import Tensor
 from ..acceptance import RULES, Rule
 from ..acceptance.walk import Step, steps_of
 from ..decoding.batch import ALLOCATION_ERRORS, Batch
-from ..decoding.cycle import shared_processors
+from ..decoding.cycle import noise_weights_of, shared_processors
 from ..decoding.processing import CAPTURABLE
 from ..decoding.request import EXACT, Request
 from ..drafting.config import TreeConfig
@@ -381,11 +381,6 @@ def settings_of(batch: Batch, rows: Sequence[int]) -> Settings | None:
         plan.tree if drafts else None, copying, rule, greedy, first.processors_key, any(weights),
         any(request.options.budget is not None for request in fuzzy),
         len(own) > 1 or any(request.marks is not None for request in fuzzy))
-
-
-def noise_weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
-    """Weights of the target's noise in the drafts of each row."""
-    return [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
 
 
 def with_some_threshold(rule: Rule) -> Rule:

@@ -145,7 +145,7 @@ def _levels(request: Request, target: TargetModel, most: int) -> int:
 def _couple(batch: Batch, rules: Sequence[Rule]) -> Coupling | None:
     """Couples drafts to the target's draws; None: no row is coupled."""
     requests = batch.requests
-    weights = [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
+    weights = noise_weights_of(requests, rules)
     if not any(weights):
         return None
     own = [LogitsProcessorList(processor for processor in request.processors if type(processor) in WARPERS)
@@ -158,6 +158,11 @@ def _couple(batch: Batch, rules: Sequence[Rule]) -> Coupling | None:
     return Coupling(seeds, positions, temperatures, scales, [
         warpers if weight else None for warpers, weight in zip(own, weights, strict=True)],
         batch.drafter.draft_vocab_size if batch.draft_tokens is None else batch.draft_tokens)
+
+
+def noise_weights_of(requests: Sequence[Request], rules: Sequence[Rule]) -> list[float]:
+    """Weights of the target's noise in the drafts of each row."""
+    return [request.noise_weight(rule) for request, rule in zip(requests, rules, strict=True)]
 
 
 # Acceptance ---------------------------------------------------------------------------------------------------------
