@@ -1,16 +1,27 @@
 """Files that interrupted work can go on with."""
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from eagle_fsd.utils import progress
-from eagle_fsd.utils.files import append_lines, check_same, only_writer, read_lines, save_atomically, write_lines
+from eagle_fsd.utils.files import (
+    append_lines,
+    check_same,
+    only_writer,
+    read_lines,
+    remembered,
+    save_atomically,
+    write_lines,
+)
 from eagle_fsd.utils.progress import Progress
 
 HOLD = """
@@ -92,6 +103,21 @@ def test_a_second_writer_is_told_who_the_first_is(tmp_path, name):
     with only_writer(path):
         pass
     assert not [each for each in tmp_path.rglob("*") if each.name.endswith(".writer.lock")]
+
+
+def test_callers_that_find_the_same_value_at_once_all_store_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("EAGLE_FSD_CACHE", str(tmp_path))
+    start = threading.Barrier(8)
+
+    def find() -> list[int]:
+        start.wait()
+        return list(range(1000))
+
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(remembered, "kernels", "facts", find, lambda value: True) for _ in range(8)]
+    assert [call.result() for call in calls] == [list(range(1000))] * 8 and not caplog.records
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert json.loads(file.read_text()) == list(range(1000))
 
 
 def test_a_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -214,7 +214,8 @@ def remembered(
     try:
         path = cache_directory() / kind / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_atomically(path, lambda part: part.write_text(json.dumps(value), encoding="utf-8"))
+        with locked(path.with_name(f"{name}.lock"), wait=True):
+            save_atomically(path, lambda part: part.write_text(json.dumps(value), encoding="utf-8"))
     except OSError as error:
         log.warning("%s cannot be stored (%s) and will be found again next time", kind, error)
     return value
