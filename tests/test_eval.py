@@ -247,15 +247,15 @@ def test_a_benchmark_compares_forms_and_turns(chat_model, tmp_path, monkeypatch)
     """The counts of the turns add up to those of the answers; other forms are methods under their own names."""
     loaded = []
     monkeypatch.setattr(
-        Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization)) or chat_model)
+        Loading, "load", lambda self, *tree: loaded.append((self.dtype, self.quantization, self.draft)) or chat_model)
     out = tmp_path / "run"
     assert eagle_fsd_command(["benchmark", "--questions", write_questions(tmp_path), "--then", "more", "--limit", "2",
                               "--runs", "2", "--max-new-tokens", "6", "--warm-up", "0", "--settings", "--also", "int8",
-                              "bfloat16", "--reread", "--tree", "8,3,2", "--out", str(out)]) == 0
-    assert loaded == [("auto", None), ("auto", "int8"), ("bfloat16", None)]
+                              "bfloat16", "draft=my/head", "--reread", "--tree", "8,3,2", "--out", str(out)]) == 0
+    assert loaded == [("auto", None, None), ("auto", "int8", None), ("bfloat16", None, None), ("auto", None, "my/head")]
     record, names = json.loads(out.with_suffix(".json").read_text()), ["no drafting", "EAGLE-2 (head alone)", "exact"]
     forms = list(record["also"])
-    assert record["history"] == "read again" and forms == ["int8", "bfloat16"]
+    assert record["history"] == "read again" and forms == ["int8", "bfloat16", "draft=my/head"]
     assert [row["method"] for row in record["rows"]["all"]] == [
         "model.generate", "prompt lookup", *names, *(f"{form}, {name}" for form in forms for name in names)]
     assert {turn: rows[0]["answers"] for turn, rows in record["turns"].items()} == {
@@ -314,6 +314,7 @@ def test_methods_that_are_not_there_or_all_but_one_cannot_be_left_out(chat_model
     (("--settings", "fast 1"), "unknown rule 'fast'"),
     (("--settings", "0.3"), "unknown rule '0.3'"),
     (("--settings", "exact"), "exact is always included"),
+    (("--also", "int4"), "--also takes int8, bfloat16 or draft=HEAD, got 'int4'"),
 ])
 def test_a_benchmark_of_nothing_is_refused_before_loading(more, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Loading, "load", lambda self, *tree: pytest.fail("loaded"))

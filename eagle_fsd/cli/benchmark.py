@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import UseAppendAction
 
-from ..measure.settings import FORMS, BenchmarkOptions, QuestionOptions, read_settings
+from ..measure.settings import BenchmarkOptions, QuestionOptions, read_forms, read_settings
 from .arguments import Loading, Tree
 from .exits import check_counts
 
@@ -29,6 +29,7 @@ class BenchmarkCommand(BenchmarkOptions, QuestionOptions):
         check_counts(self, "max_new_tokens", "per_category", "limit", "runs", "rows")
         check_counts(self, "warm_up", least=0)
         read_settings(self.settings)
+        forms = read_forms(self.also)
         if self.rows > 1 and self.endpoints:
             raise ValueError(f"--rows {self.rows} is for batches in this process: leave out --endpoints (eval.clients "
                              "asks several at a time)")
@@ -41,5 +42,5 @@ class BenchmarkCommand(BenchmarkOptions, QuestionOptions):
         check_gradable(questions, self.run_code)
         endpoints = read_endpoints(self.endpoints)
         model = self.pair.load(self.tree)
-        others = {form: replace(self.pair, **FORMS[form]).load(self.tree) for form in self.also}
+        others = {form: replace(self.pair, **changed).load(self.tree) for form, changed in forms.items()}
         print(benchmark(model, others, endpoints, questions, self))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from ..measure.settings import FORMS, REFERENCE, CalibrationOptions, QuestionOptions, read_settings
+from ..measure.settings import REFERENCE, CalibrationOptions, QuestionOptions, read_forms, read_settings
 from ..options.generate import GenerateOptions
 from ..utils.checks import require_number
 from .arguments import Loading, Tree
@@ -43,8 +43,8 @@ class CalibrateCommand(CalibrationOptions, QuestionOptions):
                                  f"of {name!r}, or answer alone (--batch 1)")
         require_number("--batch", self.batch, "1 with --drafter-alone, which answers alone",
                        lambda batch: batch == 1 or not self.drafter_alone)
-        questions = self.chosen_questions()
+        questions, forms = self.chosen_questions(), read_forms(self.also)
         check_gradable(questions, self.run_code)
         model = self.pair.load(self.tree)
-        others = {form: replace(self.pair, **FORMS[form]).load(self.tree) for form in self.also}
+        others = {form: replace(self.pair, **changed).load(self.tree) for form, changed in forms.items()}
         print(compare_settings(model, others, questions, self))

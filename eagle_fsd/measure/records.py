@@ -93,7 +93,8 @@ def write_record(out: Path, record: Mapping[str, object], text: str) -> str:
     about = environment()
     write_json(record_path(out, ".json"), {"environment": about, **record})
     changed = "" if about["clean"] or about["commit"] is None else " (NOT A CLEAN COMMIT: do not quote)"
-    machine = ", ".join([about["gpu"] or about["processor"], f"{about['threads']} threads", *about["preloaded"]])
+    threads = "1 thread" if about["threads"] == 1 else f"{about['threads']} threads"
+    machine = ", ".join([about["gpu"] or about["processor"], threads, *about["preloaded"]])
     page = f"# {record_path(out, '').name}\n\n`{about['command']}` by {version_text(about)}{changed}, {machine}, " \
            f"torch {about['torch']}, transformers {about['transformers']}\n\n{text}\n"
     record_path(out, ".md").write_text(page, encoding="utf-8", errors="backslashreplace")

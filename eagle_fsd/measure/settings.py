@@ -44,7 +44,7 @@ class ComparisonOptions:
     Args:
         settings: rules with thresholds and other options of generate, including sampling options of lossless ones:
             "fsd 0.3" "fsd 0.5 head_guard=none" "fsd 0.2 tree=16,15,1" "exact top_p=0.6".
-        also: further forms of the pair to compare, without --settings: int8 weights, or computed in bfloat16.
+        also: further forms of the pair to compare, without --settings: int8 (weights), bfloat16, draft=HEAD.
         temperature: 0 is greedy; otherwise sampling.
         max_new_tokens: most tokens per turn.
         seed: seed of the sampling noise.
@@ -59,7 +59,7 @@ class ComparisonOptions:
     """
 
     settings: tuple[str, ...] = ("fsd 0.1", "fsd 0.3")
-    also: tuple[Literal[tuple(FORMS)], ...] = ()
+    also: tuple[str, ...] = ()
     temperature: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
@@ -126,6 +126,19 @@ class CalibrationOptions(ComparisonOptions):
     batch: int = 1
     timed: int = 24
     stop_after_code: bool = False
+
+
+def read_forms(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The options of `load` that each further form of the pair changes: a name in `FORMS`, or "draft=HEAD".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    forms = {text: FORMS.get(text) or {"draft": text.removeprefix("draft=")} for text in texts}
+    for text, changed in forms.items():
+        if changed.get("draft") in ("", text):
+            raise ValueError(f"--also takes {', '.join(FORMS)} or draft=HEAD, got {text!r}")
+    return forms
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, object]]:
