@@ -36,10 +36,12 @@ def save(figure, name):
 
 def depth():
     """Share of forwards that accept at least 1 to 5 drafted tokens, of heads for SmolLM2."""
+    study = "smollm2-study-4"
     lines = {
-        "bundled head after two runs": ("smollm2-study-2", "bundled"), "small, 4 minutes": ("smollm2-study-3", "small"),
-        "with total variation": ("smollm2-study-3", "tv"), "three times as wide": ("smollm2-study-3", "wide"),
-        "two aligned steps": ("smollm2-study-3", "steps2"), "EAGLE-3": ("smollm2-study-3", "eagle3"),
+        "bundled head after two runs": ("smollm2-study-2", "bundled"), "small, 20 minutes": (study, "small"),
+        "EAGLE-3, sparse": (study, "eagle3_sparse"), "hass": (study, "hass"),
+        "from the target's last layer": (study, "last_layer"), "EAGLE-3 with 3.1's norms": (study, "eagle31"),
+        "EAGLE-3": (study, "eagle3"), "lk": (study, "lk"), "lk_hybrid": (study, "lk_hybrid"),
     }
     figure, axes = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
     for number, (label, (name, run)) in enumerate(lines.items()):
