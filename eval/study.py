@@ -155,13 +155,13 @@ def run(args: StudyArguments) -> None:
     require_number("--minutes", args.minutes, "a number above 0", lambda value: value > 0)
     runs = read_runs(args.run)
     shared = shared_facts(args)
-    facts = {name: {**shared, "flags": shlex.join(flags)} for name, flags in runs.items()}
+    facts = {name: {**shared, "flags": shlex.join(map(shown, flags))} for name, flags in runs.items()}
     for name in runs:  # before anything is trained
         for path in (args.out / f"{name}.plan.json", *(args.out / f"{name}-{seed}/result.json" for seed in args.seeds)):
             stored(path, facts[name])
     rows = [measure(args, name, flags, seed, facts[name]) for name, flags in runs.items() for seed in args.seeds]
     table = markdown({
-        "run": row["run"], "seed": row["seed"], "flags": shlex.join(runs[row["run"]]) or "none", "steps": row["steps"],
+        "run": row["run"], "seed": row["seed"], "flags": row["facts"]["flags"] or "none", "steps": row["steps"],
         "minutes": f"{row['minutes']:.1f}", "tau": f"{row['tau']:.3f}",
         "accepted by level": " ".join(f"{share:.2f}" for share in row["accepted"]),
         "tokens/s, head / plain": " / ".join(

@@ -537,6 +537,8 @@ def test_records_name_no_folder_of_a_machine(monkeypatch):
     assert shown(ROOT / "runs" / "x") == "runs/x" and shown("a/b") == "a/b" and shown(3) == "3"
     assert shown((ROOT / "a", ROOT.parent / "b")) == "a ../b"
     assert shown("/a/b/c/model.gguf") == "model.gguf"  # elsewhere: no record names a machine's folders
+    assert shown(f"x=--lr 1 --data {ROOT / 'eval'}") == "x=--lr 1 --data eval"
+    assert shown(f"draft={ROOT / 'eval'}") == "draft=eval" and shown("yes/no /or") == "yes/no /or"
     monkeypatch.setattr("sys.argv", [str(ROOT / "eval" / "x.py"), "--out", str(ROOT / "runs")])
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/liba.so.4:/opt/libb.so")
     assert environment()["command"] == "python -m eval.x --out runs"

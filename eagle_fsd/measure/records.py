@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,12 +61,12 @@ def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 def shown(value: object) -> str:
     """A setting as text. Absolute paths become relative to the repository, or lose their folders, so that no record
-    contains the folders of a machine."""
+    contains the folders of a machine; inside a text, as in "NAME=FLAGS", those of files that exist."""
     if isinstance(value, tuple):
         return " ".join(map(shown, value))
     text = str(value)
     if not os.path.isabs(text):
-        return text
+        return re.sub(r"(?<=[\s=])/\S+", lambda path: shown(path[0]) if os.path.exists(path[0]) else path[0], text)
     near = os.path.relpath(text, ROOT)
     return Path(text).name if near.startswith(os.path.join("..", "..")) else near
 
