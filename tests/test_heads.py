@@ -10,6 +10,7 @@ from test_gguf import write
 from tiny import tiny_chat_pair, tiny_head, tiny_target
 
 import eagle_fsd
+from eagle_fsd.cli import main
 from eagle_fsd.data import sources
 from eagle_fsd.heads import catalogue
 from eagle_fsd.heads.catalogue import HEAD, find_head, find_pair, hub_id_of, is_copy, packaged_target
@@ -73,7 +74,7 @@ def test_hub_ids_are_asked_for(tmp_path, monkeypatch):
         eagle_fsd.load("a/b")
 
 
-def test_a_revision_is_that_of_a_repository(tmp_path, monkeypatch):
+def test_a_revision_is_that_of_a_repository(tmp_path, monkeypatch, capsys):
     """For the target and for the head: every file comes from it, also later, when weights are loaded again."""
     pair, cache = tiny_chat_pair(), tmp_path / "hub"
     for name, sha, part in (("target", "1" * 40, pair.target.model), ("head", "2" * 40, pair.draft)):
@@ -97,6 +98,13 @@ def test_a_revision_is_that_of_a_repository(tmp_path, monkeypatch):
             ({"draft_revision": "v1", "draft": str(tmp_path)}, ValueError, "draft_revision is for a hub id, got '/")):
         with pytest.raises(error, match=said):
             eagle_fsd.load(**{"target": "org/target", "draft": "org/head", "revision": "v1", **given, **options})
+    (text := tmp_path / "text.txt").write_text("abc " * 200)
+    prepared = str(cache / "models--org--target/snapshots" / ("1" * 40))
+    for name, *rest in (["inspect"], ["export", "--to", "eagle", "--out", str(tmp_path / "exported")],
+                        ["vocab", "--data", str(text), "--target", prepared, "--out", str(tmp_path / "copy")]):
+        assert main([name, "org/head", *rest, "--revision", "v1"]) == 0
+    assert main(["inspect", "org/head", "--revision", "v2"]) == 2
+    assert "org/head, revision 'v2'" in capsys.readouterr().err
 
 
 # SmolLM2, whose package must not be imported ------------------------------------------------------------------

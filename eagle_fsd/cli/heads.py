@@ -109,17 +109,21 @@ class InspectCommand:
     Args:
         head: directory or hub id; of a causal LM also a GGUF file.
         target: directory, hub id or GGUF file of a target to check it against.
+        revision: branch, tag or commit of the head's repository on the hub.
         trust_remote_code: allow a target to run code from its repository.
     """
 
     head: Positional[str]
     target: str | None = None
+    revision: str | None = None
     trust_remote_code: bool = False
 
     def run(self) -> None:
+        from ..data.sources import at_revision
         from ..export.inspection import inspect_head
 
-        report = inspect_head(self.head, self.target, trust_remote_code=self.trust_remote_code)
+        head = at_revision("revision", self.head, self.revision)
+        report = inspect_head(head, self.target, trust_remote_code=self.trust_remote_code)
         for name, value in report.facts.items():
             print(f"{name + ':':<20}{value}")
         for server, problems in report.server_problems.items():
@@ -143,6 +147,7 @@ class ExportCommand:
         out: output directory; for llama.cpp a file NAME.gguf.
         target: directory or hub id of the target, for formats that include its embeddings; for llama.cpp its GGUF file,
             which has the tokenizer.
+        revision: branch, tag or commit of the head's repository on the hub.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -150,13 +155,16 @@ class ExportCommand:
     to: Literal["eagle", "sglang", "vllm", "llama.cpp"]  # export.servers.LAYOUTS and LLAMA_CPP, which imports torch
     out: str
     target: str | None = None
+    revision: str | None = None
     trust_remote_code: bool = False
 
     def run(self) -> None:
+        from ..data.sources import at_revision
         from ..export.servers import export_head
         from ..heads.checkpoint import TOKEN_MAP
 
-        path = export_head(self.head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
+        head = at_revision("revision", self.head, self.revision)
+        path = export_head(head, self.to, self.out, target=self.target, trust_remote_code=self.trust_remote_code)
         if self.to == "llama.cpp":
             return print(f"wrote {path}: llama-server -m {self.target} -md {path} --spec-type draft-eagle3")
         print(f"wrote {path} and config.json for {self.to}")
@@ -179,6 +187,7 @@ class VocabCommand:
         size: number of tokens to draft. Without size and coverage, the command only prints a table.
         coverage: draft as many tokens as cover this share of the text, such as 0.99.
         out: directory for a copy of the head with the file; None: the head's own directory.
+        revision: branch, tag or commit of the head's repository on the hub.
         trust_remote_code: allow a target to run code from its repository.
     """
 
@@ -188,6 +197,7 @@ class VocabCommand:
     size: Annotated[int | None, ONE_SIZE] = None
     coverage: Annotated[float | None, ONE_SIZE] = None
     out: Path | None = None
+    revision: str | None = None
     trust_remote_code: bool = False
 
     def run(self) -> None:
@@ -195,13 +205,15 @@ class VocabCommand:
         from transformers import AutoTokenizer
 
         from ..data.gguf import target_source
+        from ..data.sources import at_revision
         from ..data.token_counts import count_tokens
         from ..heads.checkpoint import TOKEN_MAP, copy_head, load_head, require_empty, save_token_map
         from ..heads.eagle3 import Eagle3Head
 
         if not self.data:
             raise ValueError("--data needs a file or a dataset")
-        head = load_head(self.head)
+        source = at_revision("revision", self.head, self.revision)
+        head = load_head(source)
         if isinstance(head, Eagle3Head):
             raise ValueError(f"{self.head} is an EAGLE-3 head, which already has a draft vocabulary")
         if self.out is not None:
@@ -219,5 +231,5 @@ class VocabCommand:
         for count in sorted({total >> power for power in range(7)} | {size or total}, reverse=True):
             print(f"{count:>8}{coverage[count - 1]:>11.3%}{'  <' if count == size else ''}")
         if tokens is not None:
-            path = save_token_map(self.head, tokens) if self.out is None else copy_head(self.head, self.out, tokens)
+            path = save_token_map(self.head, tokens) if self.out is None else copy_head(source, self.out, tokens)
             print(f"\nwrote {path}: the head drafts {size} of {total} tokens. Fit its curves again with eagle-fsd tune")
