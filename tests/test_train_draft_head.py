@@ -505,6 +505,15 @@ def test_learning_rate_rises_then_falls_to_zero(place):
     np.testing.assert_allclose(rates, [0, 0.0025, 0.005, 0.0075, *np.linspace(1e-2, 0, 9)[:-1]])
 
 
+def test_a_run_that_diverges_stops_before_it_saves(place):
+    changes = {"lr": 2.0, "warmup": 59, "steps": 200, "save_every": 50, "evaluate": False, "batch_tokens": 512}
+    with pytest.raises(FloatingPointError, match=r"the run diverged: .* and was .* a lower lr than 2 in a new output"):
+        run(place, "diverges", **changes)
+    stopped = records(place / "diverges")[-1]["step"]
+    states = sorted((place / "diverges" / "states").glob("step-*"))
+    assert 50 < stopped < 200 and states and int(states[-1].name.removeprefix("step-")) < stopped
+
+
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said(place, caplog):
     run(place, "warm", lr=1e-2, warmup=2000, steps=20, evaluate=False)
     rates = [record["lr"] for record in records(place / "warm")]

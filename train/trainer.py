@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import deque
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from .objectives import AlignedLoss
 from .prepare_data import answers_of
 from .schedule import DocumentSplit, Schedule, feature_noise, split_batch, warmup_steps
 from .teacher import Teacher, form_name
+
+SPAN = 50  # losses in a mean by which a run is judged
+DIVERGED = 3.0  # times the lowest such mean
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:
@@ -103,6 +107,7 @@ class Trainer:
             "init_from": initial, "quantization": form_name(config.quantization)}
         self.schedule = Schedule(self.documents, self.split.learned, config)
         self.step, self.steps = 0, self.schedule.steps
+        self.recent, self.lowest = deque(maxlen=SPAN), math.inf  # losses, and their lowest mean so far
         self._prepare(head)
 
     def _prepare(self, head: DraftHead) -> None:
@@ -147,8 +152,21 @@ class Trainer:
         self.step += 1
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {self.step}: try a lower lr or clip_at")
+        self._check_converges(loss)
         tokens = int(self.documents.lengths[batch].sum())
         return {"step": self.step, "loss": loss, "top1": agreement, "lr": rate, "tokens": tokens}
+
+    def _check_converges(self, loss: float) -> None:
+        """Raise FloatingPointError if the losses rose far above what they were, from which runs do not recover."""
+        self.recent.append(loss)
+        if len(self.recent) < SPAN:
+            return
+        mean = sum(self.recent) / SPAN
+        self.lowest = min(self.lowest, mean)
+        if mean > DIVERGED * self.lowest:
+            raise FloatingPointError(
+                f"the run diverged: the mean loss of the last {SPAN} steps is {mean:.3g} at step {self.step}, and was "
+                f"{self.lowest:.3g}. Try a lower lr than {self.config.lr:g} in a new output")
 
     def loss(self, indices: np.ndarray, batch: np.ndarray) -> tuple[Tensor, Tensor]:
         """Sums over the learned positions of some documents; zero if this process has none."""
