@@ -647,6 +647,7 @@ def test_a_new_head_leaves_the_targets_config(place):
 
 
 def test_a_study_makes_each_run_once(place, tmp_path, monkeypatch, capsys):
+    AcceleratorState._reset_state()  # as above
     started = []
 
     def here(command, check):
